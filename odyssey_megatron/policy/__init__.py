@@ -1,1 +1,1 @@
-"""Deciding: the policies, search, score, and a job's planner over them. Pure: no torch, no clock, no environment."""
+"""Deciding: policies, search, score, and a job's planner on top of them. Pure: no torch, no clock, no environment."""

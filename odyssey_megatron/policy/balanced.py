@@ -1,4 +1,4 @@
-"""Balanced shapes: pipelines whose lengths differ by one at most. Estimated, with nothing scheduled."""
+"""Balanced shapes: pipelines whose lengths differ by at most one. They are estimated, without scheduling anything."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from odyssey_megatron.policy.stages import path_s, reached_s, up_s
 
 
 def even(num_workers: int, pipelines: int, most_stages: int) -> list[tuple[int, int]]:
-    """(stages, how many pipelines): the longer ones first."""
+    """Return (stages, number of pipelines) of each length, the longer one first."""
     short, longer = divmod(num_workers, pipelines)
     both = ((short + 1, longer), (short, pipelines - longer))
     return [(min(length, most_stages), count) for length, count in both if count]
 
 
 class _Summing(NamedTuple):
-    """Of a stage."""
+    """When a stage begins to sum gradients, and what it sums."""
 
     begins_s: float
     whole_s: float
-    """The same, from where it sums all that it has."""
+    """``begins_s`` less the input gradient beside which it may sum, for the bound with all its sums."""
     each_s: float
     down_and_up_s: float
     last_bytes: int
-    """That are summed last."""
+    """Bytes of the bucket that is summed last."""
     bytes: int
     buckets: int
 
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """What balanced shapes of these splits come to."""
+    """Estimates of balanced shapes with these splits."""
 
     splits: Splits
     sums: int
-    """The copies of optimizer state to whose owners gradients go; 0: every holder."""
+    """Number of copies of optimizer state to whose owners gradients go; 0: every holder."""
     _known: dict[tuple[int, int], list[_Summing]] = field(default_factory=dict, compare=False)
 
     def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
-        """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
+        """Return the estimated step of the balanced shape with this number of pipelines; None if it does not fit."""
         lengths = self.lengths(num_workers, pipelines)
         return None if lengths is None else self._estimate_s(lengths, num_microbatches, pipelines)
 
     def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape | None:
-        """The balanced shape of so many pipelines; None if it does not fit."""
+        """Return the balanced shape with this number of pipelines; None if it does not fit."""
         lengths = self.lengths(num_workers, pipelines)
         if lengths is None:
             return None
@@ -70,7 +70,9 @@ class Balanced:
         )
 
     def sums_s(self, stages: int, pipelines: int) -> tuple[float, float]:
-        """Of pipelines of so many stages: (the longest last sum, all sums of the worker that has most of them)."""
+        """Return (the longest last sum, all sums of the worker that has most of them) for pipelines of ``stages``
+        stages.
+        """
         lag_s, byte_s = self._sum_s(pipelines)
         found = self._summing(stages, bucket_bytes(self.splits.costs, pipelines))
         return (
@@ -84,11 +86,11 @@ class Balanced:
         return lengths if all(self.splits.split(length) is not None for length, _ in lengths) else None
 
     def _estimate_s(self, lengths: Sequence[tuple[int, int]], microbatches: int, pipelines: int) -> float:
-        """The least time in which all pipelines can end.
+        """Return the least time in which all pipelines can end.
 
-        Bounds as in :mod:`odyssey_megatron.plan.bound`: all the work of a stage and then the bucket that it sums last;
-        the forwards and input gradients of a stage, and then all its sums, or the way up; and one microbatch's way down
-        and up.
+        The bounds are those of :mod:`odyssey_megatron.plan.bound`: all the work of a stage, and then the bucket that it
+        sums last; the forwards and input gradients of a stage, and then all its sums, or the way up to the first stage;
+        and the way of one microbatch down and up.
         """
         work, sums, drain, longest_s = [], [], [], 0.0
         for length, count in lengths:
@@ -100,8 +102,10 @@ class Balanced:
         return max(*(finish_s(microbatches, each) for each in (work, sums, drain)), longest_s)
 
     def _last_done(self, stages: int, share: float, pipelines: int) -> tuple[Rate, Rate]:
-        """Of the stage that is done last if its pipeline gets ``share`` microbatches: all its work and its last bucket;
-        its forwards and input gradients, of which the last one may run on beside, and all its sums.
+        """Return two rates, each of the stage that is done last by it if its pipeline gets ``share`` microbatches.
+
+        The first is of all its work and its last bucket. The second is of its forwards and input gradients, the last of
+        which may run beside sums, and all its sums.
         """
         last, whole, costs = (-inf, 0.0, 0.0), (-inf, 0.0, 0.0), self.splits.costs
         lag_s, byte_s = self._sum_s(pipelines)
@@ -113,12 +117,12 @@ class Balanced:
         return Rate(head_s=last[1], each_s=last[2]), Rate(head_s=whole[1], each_s=whole[2])
 
     def _sum_s(self, pipelines: int) -> tuple[float, float]:
-        """(what a sum over so many pipelines takes however small it is, what each of its bytes takes)."""
+        """Return (fixed seconds of a sum over so many pipelines, seconds for each of its bytes)."""
         costs, hops = self.splits.costs, reduce_hops(pipelines, self.sums)
         return hops * costs.link_latency_s, hops / pipelines / costs.link_bytes_per_s
 
     def _summing(self, stages: int, least_bytes: int) -> list[_Summing]:
-        """Of each stage what it sums, in buckets of that size."""
+        """Return what each stage sums, in buckets of at least ``least_bytes``."""
         if (stages, least_bytes) not in self._known:
             costs, found = self.splits.costs, list[_Summing]()
             for one in self.splits.stages(stages):
@@ -135,7 +139,9 @@ class Balanced:
         return self._known[stages, least_bytes]
 
     def _drain(self, stages: int) -> Rate:
-        """Forwards and input gradients of the stage with most of them; before and after it, the way to the first."""
+        """Return the rate of the stage with most forwards and input gradients, with the way down to it and up to the
+        first stage.
+        """
         of_all = self.splits.stages(stages)
         _, _, longest = max((one.down_and_up_s, one.hop, one) for one in of_all)
         return Rate(head_s=up_s(self.splits.costs, of_all, longest), each_s=longest.down_and_up_s)

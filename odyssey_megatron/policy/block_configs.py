@@ -1,5 +1,7 @@
-"""Layers that are not alike, as Nemotron's files describe them (``--heterogeneous-layers-config-path``), or the letters
-of a hybrid pattern (``--hybrid-layer-pattern``).
+"""Models whose layers are not alike.
+
+They are described by Nemotron's files (``--heterogeneous-layers-config-path``), or by the letters of a hybrid pattern
+(``--hybrid-layer-pattern``).
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.profile import Attention
 
 UnlikeLayers = tuple[tuple[Attention, int], ...]
-"""Of each transformer layer its attention, and the hidden units of its MLP."""
+"""(attention, hidden units of the MLP) of each transformer layer."""
 
 
 def unlike_layers(
     text: str, *, num_layers: int, hidden_size: int, heads: int, kv_channels: int, is_gated: bool
 ) -> UnlikeLayers:
-    """The ``block_configs`` of the JSON ``text``, as megatron core_v0.16.1 reads them
-    (core/transformer/heterogeneous/heterogeneous_config.py): either part of a layer may be missing (``no_op``) or one
-    product (``replace_with_linear``), and the latter counts as an MLP of as many weights.
+    """Return the layers that the ``block_configs`` of the JSON ``text`` describe.
+
+    They are read as megatron core_v0.16.1 does (core/transformer/heterogeneous/heterogeneous_config.py). Attention and
+    MLP may each be missing (``no_op``), or be one product (``replace_with_linear``). In place of an MLP the latter
+    counts as an MLP with as many weights.
 
     Raises:
         ConfigError: it describes no layers, or another number of them.
@@ -53,11 +57,12 @@ def unlike_layers(
 def hybrid_layers(
     kinds: str, attention: Attention, state_space: Attention, ffn_hidden_size: int
 ) -> UnlikeLayers:
-    """Of each layer of a hybrid model, whose ``kinds`` are Megatron's letters: M, a state space; ``*``, attention; -,
-    an MLP; E, a mixture of experts, which is described elsewhere.
+    """Return the layers of a hybrid model whose ``kinds`` are Megatron's letters.
+
+    M is a state space, ``*`` attention, - an MLP, and E a mixture of experts, which is described elsewhere.
 
     Raises:
-        ConfigError: another letter.
+        ConfigError: there is another letter.
     """
     nothing = Attention(weights=0, score_width=0, kept=0)
     known = {"M": (state_space, 0), "*": (attention, 0), "-": (nothing, ffn_hidden_size), "E": (nothing, 0)}
@@ -70,10 +75,11 @@ def hybrid_layers(
 
 
 def kinds_of_ratios(num_layers: int, attention: float, mlp: float) -> str:
-    """The pattern that Megatron makes of ``--hybrid-attention-ratio`` and ``--hybrid-mlp-ratio``: attention stands
-    between equally long sections of other layers, and among those an MLP behind each section, the last one included
-    (core_v0.16.1 core/ssm/mamba_hybrid_layer_allocation.py, ``allocate_layers``). Where a section ends in the middle
-    of a layer, there errors of rounding decide which.
+    """Return the pattern that Megatron makes of ``--hybrid-attention-ratio`` and ``--hybrid-mlp-ratio``.
+
+    Attention stands between equally long sections of other layers. Among those, an MLP ends each section, the last one
+    included (core_v0.16.1 core/ssm/mamba_hybrid_layer_allocation.py, ``allocate_layers``). If a section ends in the
+    middle of a layer, rounding errors decide in Megatron.
     """
     kinds, places = ["M"] * num_layers, [*range(num_layers)]
     for letter, ratio, ends in (("*", attention, 1), ("-", mlp, 0)):

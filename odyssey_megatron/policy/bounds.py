@@ -1,4 +1,4 @@
-"""How many microbatches pipelines can do at the most in a given time."""
+"""The most microbatches that pipelines can do in a given time, by lower bounds."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from odyssey_megatron.policy.stages import path_s, reached_s, up_s
 
 
 class Rows(NamedTuple):
-    """The lines of one kind of pipeline, whatever the others beside it are: see :class:`Bounds`. Numbers, not objects:
-    there are thousands of kinds.
+    """The rows of one kind of pipeline, whatever other pipelines there are: see :class:`Bounds`.
+
+    They are arrays of numbers, not objects: there are thousands of kinds.
     """
 
     head_s: array[float]
     each_s: array[float]
     lowest: array[int]
-    """Of each stage, the first and the last layer of its first visit, of which a bucket is summed last."""
+    """The first and the last layer of each stage's first visit, from which the last bucket is summed."""
     sums: array[int]
-    """Of each stage, the bytes of all its gradients."""
+    """Bytes of all gradients of each stage."""
     fits: float
-    """Microbatches that it has memory for."""
+    """The most microbatches that it has memory for."""
     path_s: float
 
     @classmethod
@@ -52,16 +53,18 @@ class Rows(NamedTuple):
 
 
 class Bounds:
-    """Lower bounds as in :mod:`odyssey_megatron.plan.bound`, of pipelines of all kinds at once.
+    """Lower bounds as in :mod:`odyssey_megatron.plan.bound`, for pipelines of all kinds at once.
 
-    Each row is a line: ``head_s + microbatches * each_s``, and sums after it. Of each stage there is one for all its
-    work, which memory may stretch, and the bucket that is summed last; one for its forwards and input gradients, of
-    which on a first stage the last one may run on beside, and all that it sums; and one for these, behind which the
-    last gradient goes up to the first stage, and its last bucket.
+    Each row is a line, ``head_s + microbatches * each_s``, with sums after it. Each stage has three rows:
+
+    - all its work, which memory may stretch, and the bucket that is summed last;
+    - its forwards and input gradients, the last of which may run beside sums on a first stage, and all its sums;
+    - its forwards and input gradients, the way of the last gradient up to the first stage, and that stage's last
+      bucket.
     """
 
     def __init__(self, splits: Splits, kinds: Sequence[int], known: dict[int, Rows]) -> None:
-        """``known``: rows by kind of these ``splits``, of those that somebody has asked for; gets the missing ones."""
+        """``known``: rows by kind that earlier calls with these ``splits`` have made; missing ones are added to it."""
         costs, spans = splits.costs, splits.costs.spans
         self._costs, self._at = costs, {kind: i for i, kind in enumerate(kinds)}
         for kind in kinds:
@@ -79,14 +82,14 @@ class Bounds:
         self._path = np.array([one.path_s for one in self._kinds])
         self._around = self._head
         self.late_s = np.zeros(len(kinds))
-        """Of each kind: what comes on top of the bound, as far as that is known."""
+        """By how much pipelines of each kind are later than their bound, as far as that is known."""
         self._stages = np.array([stages_of(kind) for kind in kinds])
         self._sort = np.array([sort_of(kind) for kind in kinds])
         self.scale_s = spans.compute_s(0, splits.last)
-        """Of one microbatch."""
+        """Compute time of one microbatch."""
 
     def reduce_among(self, number: int, copies: int) -> None:
-        """With reductions among so many pipelines: :func:`odyssey_megatron.plan.simulate.reduce_s`."""
+        """Count reductions among ``number`` pipelines: see :func:`odyssey_megatron.plan.simulate.reduce_s`."""
         hops, least = reduce_hops(number, copies), bucket_bytes(self._costs, number)
         if least not in self._sizes:
             self._sizes[least] = np.array(self._summed(number), dtype=float)
@@ -94,7 +97,7 @@ class Bounds:
         self._around = self._head + bytes_s + hops * self._costs.link_latency_s
 
     def _summed(self, number: int) -> list[int]:
-        """Of each row, the bytes that are summed behind it."""
+        """Return the bytes that are summed after each row."""
         known: dict[tuple[int, int], int] = {}
         found, size = list[int](), self._costs.spans.gradient_bytes
         for one in self._kinds:
@@ -108,9 +111,11 @@ class Bounds:
         return found
 
     def learn(self, known_s: Mapping[int, float], trust: float, near: float = inf) -> None:
-        """``known_s``: of some kinds, how much later than its bound one of them was. Lengths between two known ones are
-        alike, and with a slow worker as without it, where nothing else is known. ``near``: nothing is said of lengths
-        that differ by more stages from all that are known.
+        """Learn from ``known_s``: by how much a pipeline of some kinds was later than its bound.
+
+        Other lengths are interpolated, and count by ``trust``. Kinds with a slow worker are as late as those without,
+        if nothing else is known of them. Nothing is assumed of lengths that differ by more than ``near`` stages from
+        all known ones.
         """
         late_s = np.zeros(len(self._stages))
         for sort in np.unique(self._sort).tolist():
@@ -132,7 +137,7 @@ class Bounds:
         return float(self.late_s[self._at[kind]])
 
     def most(self, time_s: float, most: int) -> list[int]:
-        """Microbatches that a pipeline of each kind can do in ``time_s``, up to ``most``."""
+        """Return the number of microbatches, up to ``most``, that a pipeline of each kind can do in ``time_s``."""
         within_s = time_s * SLACK - self.late_s
         rows: NDArray[np.float64] = (np.repeat(within_s, self._rows) - self._around) / self._each
         counts = np.minimum(np.minimum.reduceat(rows, self._starts), np.minimum(self._fit, most))
@@ -143,7 +148,7 @@ class Bounds:
         return self.least_s(kind, microbatches) + self.late_of(kind)
 
     def least_s(self, kind: int, microbatches: int, *, sums: bool = True) -> float:
-        """``sums``: with them, as they are cut where all pipelines are alike."""
+        """Return the bound. ``sums``: include sums, cut into buckets as if all pipelines were alike."""
         at = self._at[kind]
         if microbatches > self._fit[at]:
             return inf

@@ -1,4 +1,4 @@
-"""What a decision is about, for the policies to look at."""
+"""The case that a decision is about, as the policies see it."""
 
 from __future__ import annotations
 
@@ -25,59 +25,59 @@ class Case:
     state: ClusterState
     previous: Layout
     moved: tuple[Transfer, ...] = ()
-    """What led there."""
+    """The transfers that led to ``previous``."""
     usual_step_s: float
-    """Of the previous plan."""
+    """The step time of the previous plan."""
     profile: Profile
     horizon_s: float
     mtbf_s: float
     home: Layout | None = None
-    """Of the failure-free plan, where the job comes from."""
+    """Layout of the failure-free plan, with which the job began."""
     thorough: bool = False
-    """Nobody waits for it."""
+    """Whether nobody waits for the decision, so that it also works out what later ones look up."""
     spare_holders: int = 0
-    """Where a layout would leave a layer with a single holder, it is proposed with so many, too."""
+    """If not 0, layouts that leave a layer with a single holder are also proposed with this many holders."""
     rebalances: bool = False
-    """Nobody has died or joined: speeds have changed, and the next layout is entered between two steps."""
+    """Whether nobody has died or joined: speeds have changed, and the next layout is entered between two steps."""
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
-        """The living, ascending."""
+        """The living workers, ascending."""
         return self.state.alive
 
     @cached_property
     def lost(self) -> bool:
-        """Whether somebody of the previous layout is dead."""
+        """Whether a worker of the previous layout is dead."""
         return not set(self.previous.workers) <= set(self.alive)
 
     @cached_property
     def is_larger(self) -> bool:
-        """Whether somebody lives who is not in the previous layout."""
+        """Whether a living worker is not in the previous layout."""
         return not set(self.alive) <= set(self.previous.workers)
 
     @cached_property
     def speeds(self) -> dict[int, float]:
-        """Only of workers that differ from a healthy one."""
+        """Worker -> speed, of those that differ from a healthy worker."""
         return worker_speeds(self.state)
 
     @cached_property
     def shares(self) -> dict[int, Share]:
-        """Only of workers that are not whole cells."""
+        """Worker -> share of a whole cell, of those that are not whole cells."""
         return worker_shares(self.state)
 
     @cached_property
     def whole(self) -> int:
-        """Living workers that are whole cells: what a restart could begin with."""
+        """Number of living workers that are whole cells, with which a restart could begin."""
         return sum(worker not in self.shares for worker in self.alive)
 
     @cached_property
     def steady(self) -> tuple[int, ...]:
-        """The living that are whole cells and not slow."""
+        """The living workers that are whole cells and not slow, ascending."""
         return tuple(worker for worker in self.alive if worker not in self.slow)
 
     @cached_property
     def slow(self) -> dict[int, Slow]:
-        """Of the living that are slow, or not whole cells, their sort."""
+        """Worker -> its sort, of the living workers that are slow or not whole cells."""
         speeds, shares = self.speeds, self.shares
         return {
             worker: Slow.of(min(1.0, speeds.get(worker, 1.0)), shares.get(worker, WHOLE_CELL))
@@ -87,7 +87,8 @@ class Case:
 
     @cached_property
     def rerouted(self) -> Layout:
-        """The previous layout with the microbatches of dead and slow workers on others: several policies begin with it.
+        """The previous layout with the microbatches of dead and slow workers given to others. Several policies build on
+        it.
 
         Raises:
             PlanInfeasible: some layer has no other holder.
@@ -96,7 +97,7 @@ class Case:
 
     @property
     def search(self) -> Search:
-        """For ragged pipelines, with what earlier decisions have worked out."""
+        """The search for ragged pipelines, with what earlier decisions have worked out."""
         costs = self.profile.costs.without_slow_links
         return search_for(costs, costs.memory_bytes, self.job.optimizer_copies, revisits=self.job.revisits)
 
@@ -121,17 +122,20 @@ class Case:
 
     @cached_property
     def left(self) -> float:
-        """Of the usual speed, what a restart without one more worker would have."""
+        """Speed after a restart with one whole cell less, as a fraction of the usual speed; at most 1, and 0 if no
+        restart is possible.
+        """
         try:
             return min(1.0, self.usual_step_s / self.restarted_step_s(self.whole - 1))
         except PlanInfeasible:
             return 0.0
 
     def restarted_step_s(self, workers: int) -> float:
-        """The estimated step of a job that starts with ``workers``: as many whole pipelines of its size as they make.
+        """Return the estimated step of a job that starts with ``workers``: as many whole pipelines of its size as they
+        make.
 
         Raises:
-            PlanInfeasible: not one can be had.
+            PlanInfeasible: there is no such pipeline.
         """
         job, stages = self.job, self.job.pipeline_model_parallel_size
         pipelines = min(workers // stages, job.num_microbatches)
@@ -143,7 +147,9 @@ class Case:
         return step_s + self.profile.costs.optimizer_s
 
     def fatal_share(self, layout: Layout) -> float:
-        """Share of the next losses that would leave some layer of ``layout`` without a holder: any rank may be next."""
+        """Return the share of next losses that would leave some layer of ``layout`` without a holder, with every living
+        rank equally likely to be lost.
+        """
         alone = set(layout.alone())
         ranks, of_all = (
             sum(self.shares.get(worker, WHOLE_CELL).ranks for worker in workers)
@@ -153,7 +159,7 @@ class Case:
 
 
 def with_links(profile: Profile, state: ClusterState) -> Profile:
-    """``profile`` with the links and sums that are slow now."""
+    """Return ``profile`` with the links and sums that are slow now."""
     costs, slow = profile.costs, (state.slow_links, state.slow_sums)
     if (costs.slow_links, costs.slow_sums) == slow:
         return profile
@@ -161,10 +167,10 @@ def with_links(profile: Profile, state: ClusterState) -> Profile:
 
 
 def worker_speeds(state: ClusterState) -> dict[int, float]:
-    """Worker -> speed, where it differs from a healthy worker's that is a whole cell."""
+    """Return worker -> speed, of those that differ from a healthy whole cell."""
     return {w.worker: w.pace for w in state.workers if w.pace != 1.0}
 
 
 def worker_shares(state: ClusterState) -> dict[int, Share]:
-    """Of workers that are not whole cells."""
+    """Return worker -> share of a whole cell, of those that are not whole cells."""
     return {w.worker: w.beside_whole for w in state.workers if w.share != 1.0}

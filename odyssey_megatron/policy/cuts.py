@@ -12,9 +12,10 @@ from odyssey_megatron.policy.ways import window
 def recut(
     work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...], legs: int = 1
 ) -> tuple[int, ...]:
-    """New stage ends: least maximum of work / capacity, then least movement; a transformer layer a stage.
+    """Return new stage ends with the least maximum of work / capacity, and among those the least movement.
 
-    With several ``legs`` ``work`` is in the order of :func:`odyssey_megatron.policy.ways.turns`.
+    Each stage has at least one transformer layer. With several ``legs`` ``work`` is in the order of
+    :func:`odyssey_megatron.policy.ways.turns`.
     """
     last, stages = len(work), len(ends)
     sums = [0.0, *accumulate(work)]
@@ -28,7 +29,7 @@ def recut(
                 load = (sums[end] - sums[start]) / capacity[stage]
                 if load > limit:
                     break
-                load = round(load / limit, 9)  # equal on paper must compare equal
+                load = round(load / limit, 9)  # values that are equal on paper must compare equal
                 option = (max(slowest, load), moved + abs(end - ends[stage]), (*path, end))
                 if end not in reached or option < reached[end]:
                     reached[end] = option
@@ -37,9 +38,9 @@ def recut(
 
 
 def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...], legs: int) -> float:
-    """The least maximum of work / capacity, to nine digits: what is equal on paper must be within it.
+    """Return the least maximum of work / capacity, to nine digits, so that loads that are equal on paper are within it.
 
-    Bisected; filling the stages greedily shows whether a limit is enough.
+    It is bisected; filling the stages greedily shows whether a limit is enough.
     """
     last, stages = len(sums) - 1, len(ends)
 
@@ -68,13 +69,15 @@ def place_within(
     windows: Sequence[tuple[int, int]],
     limit: float,
 ) -> int:
-    """The last stage that a slow worker may have such that none takes longer than ``limit``; -1 if there is none.
+    """Return the last stage that may have a slow worker such that no stage takes longer than ``limit``; -1 if there is
+    none.
 
-    Stages before it reach as far down as they can, those behind it as far up.
+    Stages before it take as many layers as they can from the top, and those behind it from the bottom.
 
     Args:
-        plain_s, slow_s: ``[first][last]``, what a stage of these takes on a healthy worker, and on the slow one.
-        windows: of each stage, where it may end.
+        plain_s, slow_s: ``[first][last]``, the time of a stage of these layers on a healthy worker, and on the slow
+        one.
+        windows: for each stage, the range in which it may end.
     """
     reach = [0]
     for low, high in windows[:-1]:

@@ -1,4 +1,4 @@
-"""``decide()``: from the state of the cluster to a verified plan. Pure: the same arguments, the same plan."""
+"""``decide()``: from the state of the cluster to a verified plan. Pure: the same arguments give the same plan."""
 
 from __future__ import annotations
 
@@ -48,19 +48,22 @@ from odyssey_megatron.policy.score import mean_time_between_failures_s
 from odyssey_megatron.policy.shares import SLACK
 
 _FINALISTS = 6
-"""At most so many shapes of one policy are scheduled in full; the others only get an estimate."""
+"""The largest number of shapes of one policy that are scheduled in full; the others only get an estimate."""
 
 _MOST_VISITS = 2048
-"""For which an order with less memory is looked for while the job trains: the coordinator hears nothing meanwhile, for
-half a second at most."""
+"""The most visits of microbatches to workers for which an order that needs less memory is looked for while the job
+trains: the coordinator hears nothing meanwhile, for half a second at most.
+"""
 
 _WAITED_FOR = 0.005
-"""Of a step: after a loss ranks would wait for an order that needs less memory, 30 to 150 ms for 32 workers where that
-was not worked out before. Only who gives so much for memory wants that."""
+"""A fraction of a step. After a loss, an order that needs less memory is looked for only if this much may be given for
+it: ranks would wait for that, 30 to 150 ms for 32 workers where it was not worked out before.
+"""
 
 _MANY_WORKERS = 256
-"""Above this the best shape by its estimate comes first, as its pipelines are alike, and is the only one that is laid
-out; the rest only if it may win by 0.5 %."""
+"""Above this number of workers the best shape by its estimate comes first, as its pipelines are alike, and is the only
+shape that is laid out. Other options are worked out only if they may win by 0.5 %.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +91,9 @@ class _Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is best, and everything that was considered on the way to it: layouts are compared by what each can do at
-    its fastest. What ``JobSpec.slower_for_memory`` gives for memory is seen in the plan alone.
+    """The outcome of :func:`decide`: the best candidate, and everything that was considered.
+    Layouts are compared by their fastest schedules. The time that ``JobSpec.slower_for_memory`` trades for memory shows
+    in ``plan`` alone.
     """
 
     case: Case
@@ -98,13 +102,17 @@ class Decision:
     policy: str
     candidates: tuple[CandidateRow, ...]
     bound_s: float
-    """No layout over the living workers has a shorter step; ``plan.bound_s`` is for the layout chosen."""
+    """A lower bound of the step for any layout over the living workers; ``plan.bound_s`` is that of the
+    chosen layout.
+    """
     ahead: Assembled | None = None
-    """The programs with forwards run ahead, where those are asked for: the reasons say how many there are."""
+    """The programs with eager forwards, if the job asks for them; the chosen row's reason says how many there are."""
 
     @cached_property
     def plan(self) -> Plan:
-        """Lowered and verified when it is first asked for: of two decisions that are compared only one may be."""
+        """The plan, lowered and verified on first access: of two decisions that are compared, only one may be
+        needed.
+        """
         best, case = self.best, self.case
         costs, order, step_s = case.profile.costs, best.order, best.step_s
         slower = case.job.slower_for_memory
@@ -144,8 +152,10 @@ def scheduled(
     eager: bool = False,
     longest_s: float = 0.0,
 ) -> Plan:
-    """The verified plan of a layout that needs no choosing; with less memory, if its step may be longer, of at most
-    ``longest_s``. Raises PlanInfeasible if it does not fit.
+    """Return the verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit.
+
+    If its step is below ``longest_s``, an order is looked for that needs less memory in a step of at most
+    ``longest_s``.
     """
     speeds, shares, profile = worker_speeds(state), worker_shares(state), with_links(profile, state)
     caps = caps_for(layout, profile.costs, shares)
@@ -171,8 +181,8 @@ def scheduled(
 def _assembled(
     order: Order, layout: Layout, costs: Costs, caps: dict[int, int], speeds: dict[int, float], eager: bool
 ) -> Assembled:
-    """Lowered and verified: no plan leaves here unverified (I7)."""
-    if not eager or len(layout.workers) > _MANY_WORKERS:  # for so many, too long to work out in a recovery
+    """Lower and verify: no plan leaves this module unverified (I7)."""
+    if not eager or len(layout.workers) > _MANY_WORKERS:  # too slow for so many in a recovery
         return assemble(order, layout, costs)
     whose = heirs(layout, costs, speeds)
     return assemble_eager(order, layout, costs, whose, caps=caps, speeds=speeds)
@@ -191,14 +201,15 @@ def decide(
     thorough: bool = False,
     rebalances: bool = False,
 ) -> Decision:
-    """The best plan for the workers that are alive.
+    """Return the best plan for the living workers.
 
     Args:
         previous: the plan whose holders are complete and current.
-        now_s: on the clock of ``state``'s times.
-        among: names of options to choose from; None = all.
-        home: the failure-free layout, which workers that are back may make possible again.
-        thorough: nobody waits for it: works out what later decisions look up. The decision is the same.
+        now_s: the present, on the clock of ``state``'s times.
+        among: names of the options to choose from; None: all.
+        home: the failure-free layout, which is possible again if enough workers are back.
+        thorough: whether nobody waits for the decision, so that it also works out what later ones look up. The decision
+            is the same.
         rebalances: see ``Case.rebalances``.
 
     Raises:
@@ -235,8 +246,8 @@ def decide(
 
 
 def at_once(direct: Decision, longest_s: float = math.inf) -> Options:
-    """After the loss that ``direct`` was decided on: of what was proposed, all that needs nothing to move, and whose
-    step may be no longer than ``longest_s``.
+    """Return the options of ``direct``, decided after a loss, for which nothing moves, with steps of at most
+    ``longest_s``.
     """
     found = without_transfers(direct.case, direct.options.tried, longest_s)
     return replace(direct.options, found=tuple(found), impossible=())
@@ -245,12 +256,14 @@ def at_once(direct: Decision, longest_s: float = math.inf) -> Options:
 def decide_at_once(
     direct: Decision, proposed: Options, config: OdysseyConfig, longest_s: float = math.inf
 ) -> Decision:
-    """The best of ``proposed``, which is :func:`at_once`, if its step is no longer than ``longest_s``.
+    """Decide among ``proposed``, the options that :func:`at_once` returned.
+
+    ``longest_s`` limits the step where the fastest option is the best: under policy ``auto``, if all are equally safe.
 
     Raises:
-        PlanInfeasible: there is none.
+        PlanInfeasible: there is no such option.
     """
-    # Where some are safer than others, or one was asked for, the best need not be the fastest.
+    # Where some options are safer than others, or a policy was asked for, the best need not be the fastest.
     alike = config.policy == "auto" and len({one.fatal_share for one in proposed.found}) == 1
     return _decided(direct.case, proposed, config, direct.policy, longest_s if alike else math.inf)
 
@@ -291,7 +304,7 @@ def _no_plan(case: Case, rows: list[CandidateRow]) -> PlanInfeasible:
 
 
 def _check_holders(case: Case) -> None:
-    """Raises LayersLost in terms of ranks, which is what people can look for."""
+    """Raise LayersLost in terms of ranks, which is what people can look for."""
     try:
         check_living(case.previous, case.alive)
     except LayersLost as lost:
@@ -303,11 +316,11 @@ def _check_holders(case: Case) -> None:
 def _search(
     case: Case, found: Sequence[Option], policy: str, longest_s: float
 ) -> tuple[_Candidate | None, list[CandidateRow]]:
-    """Branch and bound: options in order of the best score they could have, until nobody can win any more.
+    """Find the best option by branch and bound, in order of the best score that each could have.
 
-    What comes first is made and laid out, if it is not yet, and takes the place in the order that its own bound gives
-    it; only what comes first again is scheduled. An option of the policy asked for comes before all others, and ends
-    the search if it can be had. Returns the winner, and a row for everything else.
+    The first option in the order is made and laid out, if it is not yet, and put back by its new bound; if it comes
+    first again, it is scheduled. The search ends when no option left can win. An option of the policy asked for comes
+    before all others, and if one can be had, no other is scheduled. Returns the winner, and a row for everything else.
     """
 
     def wanted(option: Option) -> bool:
@@ -326,8 +339,8 @@ def _search(
     worked: list[_Candidate] = []
     rows: list[CandidateRow] = []
     left: list[Option] = []
-    shapes = Counter[str]()  # of each policy, that were scheduled
-    settled = False  # something of the policy asked for can be had
+    shapes = Counter[str]()  # number of scheduled shapes by policy
+    settled = False  # an option of the policy asked for can be had
     while queue:
         _, number, option = heappop(queue)
         best = max((one.score for one in worked), default=-math.inf)
@@ -347,7 +360,7 @@ def _search(
                 shapes[option.policy.name] += 1
                 worked.append(_work_out(case, option, option.found, best, longest_s))
                 settled |= wanted(option)
-            else:  # what had to be made comes behind what had not, where it is no better
+            else:  # of equally good options those that had to be made come last
                 number = number if isinstance(option.found, Drawn) else next(numbers)
                 option = _nearer(case, option)
                 heappush(queue, (place(option, number), number, option))
@@ -361,7 +374,7 @@ def _search(
 
 
 def _nearer(case: Case, option: Option) -> Option:
-    """``option`` with a better bound, where it has one; else made, and laid out. Raises PlanInfeasible."""
+    """Return ``option`` with a tighter bound if it has one, otherwise made and laid out. Raises PlanInfeasible."""
     sketch = option.found
     if not isinstance(sketch, Sketch):
         return laid_out(case, option)
@@ -374,21 +387,21 @@ def _nearer(case: Case, option: Option) -> Option:
 
 
 def _on_paper(score: float) -> float:
-    """``score`` without its last digits: of options that are equal on paper the one that changes less is to win."""
+    """Return ``score`` to 10 digits, so that of options that are equal on paper the one that changes less wins."""
     return float(f"{score:.10g}")
 
 
 def _left_over(
     case: Case, left: list[Option], best: _Candidate, wanted: Callable[[Option], bool]
 ) -> list[CandidateRow]:
-    """Rows of what was not scheduled: one each, but a single one for all shapes of a policy that has many."""
+    """Return a row for each option that was not scheduled; all shapes of a policy that has many share one row."""
     rows = []
     shapes = Counter(option.policy.name for option in left if option.policy.many_shapes)
     for option in left:
         many = option.policy.many_shapes
         count = shapes.pop(option.policy.name, 0)
         if many and not count:
-            continue  # in the row of the first
+            continue  # included in the row of the first
         more = f" (and {count - 1} more shapes)" if count > 1 else ""
         promise = option.promise(case)
         if not wanted(option):
@@ -402,8 +415,9 @@ def _left_over(
 
 
 def _work_out(case: Case, option: Option, found: LaidOut, best: float, longest_s: float) -> _Candidate:
-    """Raises PlanInfeasible as soon as it shows that ``option`` cannot have more than the score ``best``, or that its
-    step is longer than ``longest_s``.
+    """Schedule ``option`` and score it.
+
+    Raises PlanInfeasible as soon as its score cannot exceed ``best``, or its step is longer than ``longest_s``.
     """
     costs, layout = case.profile.costs, found.layout
     before_s = None
@@ -471,7 +485,9 @@ def _lost(one: _Candidate, chosen: _Candidate) -> str:
 
 
 def _beside(score: float, best: float) -> str:
-    """``score`` in words. Scores are negative where the next failure would cost more than can be gained."""
+    """Return ``score`` relative to ``best``, in words. Scores are negative where the next failure would cost more than
+    can be gained.
+    """
     if best <= 0:
         return f"score {score:,.0f}"
     return f"{abs(1 - score / best):.1%} {'fewer' if score <= best else 'more'} tokens"

@@ -1,8 +1,9 @@
-"""Microbatches that do not divide among pipelines: each of those left over goes through several of them.
+"""Shapes for microbatches that do not divide among pipelines: each of those left over goes through several pipelines.
 
-31 pipelines do 124 of 128 microbatches in four turns each, and the last four take a fifth one, in which most wait. Here
-pipelines get what all of them can do, and the layers of each microbatch beyond that go to whoever of their holders has
-time left, one stretch after the other: it has more hops than others, and no worker holds more for it.
+For example, 31 pipelines do 124 of 128 microbatches in four turns each. The last four microbatches would take a fifth
+turn, in which most pipelines wait. Here each pipeline gets as many microbatches as all of them can do. The layers of
+each remaining microbatch go, one stretch after the other, to those of their holders that have time left. Such a
+microbatch has more hops than others, and no worker holds more layers for it.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from odyssey_megatron.policy.shares import SLACK
 from odyssey_megatron.policy.stages import Stage, path_s, reached_s
 
 _MOST = 2
-"""Shapes that are looked at: where pipelines are short each is scheduled in some milliseconds."""
+"""The most shapes that are proposed. Where pipelines are short each is scheduled in some milliseconds."""
 
 _TRIES = 8
-"""As many are tried to be dealt out for that, each in about a millisecond."""
+"""The most shapes for which dealing out is tried, each in about a millisecond."""
 
 _MOST_VISITS = 1024
-"""Of microbatches to workers, in one shape: more of them take too long to schedule, and divide better."""
+"""The most visits of microbatches to workers in one shape: more take too long to schedule, and divide better."""
 
 _COARSE = 0.25
-"""Of a visit: what coarse ones cost more than an estimate says, where shapes are alike otherwise."""
+"""A fraction of a visit: what coarse visits are taken to cost beyond the estimate, to choose between similar shapes."""
 
 _LONGER = (1.0, 1.005, 1.01, 1.02)
-"""Times of the least time, in which what is left over is tried to be dealt out."""
+"""Multiples of the least time, in which dealing out the remaining microbatches is tried in turn."""
 
 
 def divided(search: Search, workers: int, microbatches: int, least: int = 2) -> tuple[Shape, ...]:
-    """The most promising shapes over ``workers`` that are alike, with at least so many pipelines, if they may be worth
-    it beside whole microbatches.
+    """Return the most promising shapes over ``workers`` equal workers with at least ``least`` pipelines.
+
+    There are none unless they may be worth it compared with whole microbatches.
     """
     key = workers, microbatches, least
     if key not in search.divided:
@@ -68,26 +70,26 @@ def _divided(search: Search, workers: int, microbatches: int, least: int) -> Ite
 
 
 class _Kind:
-    """Pipelines of so many stages."""
+    """Pipelines of one length."""
 
     def __init__(self, search: Search, length: int) -> None:
         costs, spans = search.splits.costs, search.splits.costs.spans
         self.stages = search.splits.stages(length)
         self.own_s = [sum(spans.compute_s(a, b) for a, b in one.spans) for one in self.stages]
-        """Of each worker, a microbatch."""
+        """Seconds that each worker computes for a microbatch."""
         self.reached_s = [reached_s(costs, one) for one in self.stages]
         self.hops = sum(len(one.spans) for one in self.stages)
         self.path_s = path_s(costs, self.stages)
         busy = [own_s / one.each_s for own_s, one in zip(self.own_s, self.stages, strict=True)]
         self.busy = sum(busy)
-        """So many workers' time can be used, as far as memory allows for that."""
+        """The number of workers whose whole time can be used, as far as memory allows."""
         self.late_s = sum(share * late_s for share, late_s in zip(busy, self.reached_s, strict=True))
         self.visits_s = sum(
             own_s / len(one.spans) for own_s, one in zip(self.own_s, self.stages, strict=True)
         )
 
     def turns(self, time_s: float) -> int:
-        """Microbatches that one of them can do in that time."""
+        """Return the number of microbatches that such a pipeline can do in ``time_s``."""
         pairs = zip(self.reached_s, self.stages, strict=True)
         return min(int((time_s * SLACK - late_s) / one.each_s) for late_s, one in pairs)
 
@@ -95,8 +97,9 @@ class _Kind:
 def _kinds(
     search: Search, workers: int, number: int, known: dict[tuple[int, int], _Kind]
 ) -> list[tuple[_Kind, int]]:
-    """(kind, how many) of so many pipelines whose lengths differ by one at most; none if they do not fit, or some
-    worker would have no part in any.
+    """Return (kind, number of pipelines) for ``number`` pipelines whose lengths differ by at most one.
+
+    The list is empty if they do not fit, or if a worker would be in no pipeline.
     """
     lengths = search.balanced.lengths(workers, number)
     if lengths is None or sum(length * count for length, count in lengths) < workers:
@@ -108,12 +111,12 @@ def _kinds(
 
 
 class _Alike:
-    """Pipelines before anything is dealt out."""
+    """Pipelines whose lengths differ by at most one, before microbatches are dealt out."""
 
     def __init__(
         self, search: Search, kinds: Sequence[tuple[_Kind, int]], microbatches: int, proved_s: float
     ) -> None:
-        """``proved_s``: no layout takes less."""
+        """``proved_s``: a lower bound for any layout."""
         self.search, self.splits, self.kinds, self.microbatches = search, search.splits, kinds, microbatches
         costs, last = self.splits.costs, self.splits.last
         number, workers = (
@@ -121,10 +124,10 @@ class _Alike:
             sum(len(one.stages) * count for one, count in kinds),
         )
         self.visit_s = sum(one.visits_s * count for one, count in kinds) / workers
-        """All that a worker computes of a microbatch that visits it, in the mean."""
+        """Mean time that a worker computes for one visit of a microbatch."""
         work_s = microbatches * costs.spans.compute_s(0, last) + sum(one.late_s * n for one, n in kinds)
         self.work_s = max(proved_s, work_s / sum(one.busy * count for one, count in kinds))
-        """All work, if all workers are busy from when a microbatch can be there."""
+        """The time of all work, if all workers are busy as soon as a microbatch can reach them."""
         before = costs.spans.down_and_up_s(0, last) / costs.spans.compute_s(0, last)
         last_s, every_s = (
             max(each)
@@ -135,14 +138,18 @@ class _Alike:
         left = microbatches - sum(one.turns(self.work_s) * count for one, count in kinds)
         hops = max(*(one.hops for one, _ in kinds), workers / left) if left > 0 else inf
         self.way_s = max(one.path_s for one, _ in kinds) + hops * self.visit_s / 3
-        """Of a microbatch that is left over: on each of its hops it waits, down and up, for half of a visit's forward
-        or input gradient, about. Infinite if there is none.
+        """The time of a microbatch that is left over. On each hop, down and up, it waits for about half of the forward
+        or input gradient of a visit. Infinite if none is left over.
         """
         self.likely_s = max(self.work_s + last_s, self.work_s * before + every_s, self.way_s)
-        """But for the optimizer's: an estimate."""
+        """An estimate of the step without the optimizer."""
 
     def dealt(self, below_s: float) -> Shape | None:
-        """With what each pipeline and each worker gets, in the least time in which all can be dealt out."""
+        """Return the shape with what each pipeline and each worker gets, in the least time in which all can be dealt
+        out.
+
+        None if that is not below ``below_s``, or nothing is left over.
+        """
         each = [one for one, count in self.kinds for _ in range(count)]
         stages = [stage for one in each for stage in one.stages]
         holders = self._holders(stages)
@@ -170,8 +177,9 @@ class _Alike:
         return None
 
     def _holders(self, stages: Sequence[Stage]) -> list[tuple[int, int, list[int]]]:
-        """(first layer, last, who has them), in the pieces that microbatches are cut in: embedding and head go with
-        their neighbours.
+        """Return (first layer, last, seats that have them) for each piece that microbatches are cut into.
+
+        Embedding and head go with their neighbours.
         """
         last = self.splits.last
         ends = [0, *range(2, last - 1), last]
@@ -186,8 +194,10 @@ class _Alike:
     def _further(
         self, holders: Sequence[tuple[int, int, list[int]]], spare_s: list[float], left: int
     ) -> tuple[Further, ...] | None:
-        """Routes of ``left`` microbatches, where each worker has so much time for them; None if that is not enough. A
-        microbatch stays where it is as long as there is time, and goes on where there is most.
+        """Return routes for ``left`` microbatches, with ``spare_s`` seconds left on each seat; None if that is not
+        enough.
+
+        A microbatch stays on its seat as long as there is time, and then goes to the one that has most.
         """
         compute_s, routes = self.splits.costs.spans.compute_s, list[Further]()
         pieces = [(first, end, seats, compute_s(first, end)) for first, end, seats in holders]
@@ -207,7 +217,9 @@ class _Alike:
 
 
 def named(shape: Shape) -> str:
-    """For tables: ``15 pipelines of 31 workers in a W, and 2 of 64 microbatches through several of them``."""
+    """Describe ``shape`` for tables: ``15 pipelines of 31 workers in a W, and 2 of 64 microbatches through several of
+    them``.
+    """
     lengths, left = [len(ends) for ends in shape.ends], len(shape.further)
     return (
         f"{len(lengths)} pipelines of {sum(lengths)} workers{ways.LEGS.get(shape.legs, '')}, and {left} of "

@@ -1,4 +1,4 @@
-"""What the ranks have measured lately, of each step: who was how fast at what."""
+"""What the ranks have measured in recent steps: how fast each was at each piece of work."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from odyssey_megatron.policy.profile import Observation
 
 T = TypeVar("T")
 _STEPS = 48
-"""Measured ones that are kept, the newest; so long may a worker be slow until nothing from before is left."""
+"""Number of measured steps that are kept. If a worker is slow for longer, no step from before that is left."""
 _ROWS = 300_000
-"""As above, but no more than so many times in all, and three steps at the least."""
+"""The most observations that are kept in total, but at least those of three steps."""
 _KINDS = {"forward_s": "forward", "input_grad_s": "input gradient", "weight_grad_s": "weight gradient"}
 
 
 _DELAYS = 0.01
-"""Of a microbatch's time in a stage: a link that takes less than that longer than others makes no step 2 % longer,
-since a pipeline waits for a message at most twice a microbatch, down and up.
+"""A fraction of a microbatch's time in a stage. A link that takes less than that longer than others makes no step 2 %
+longer, since a pipeline waits for a message at most twice a microbatch, down and up.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of one rank: the measured steps of its newest process."""
+    """The measured steps of the newest process of one rank."""
 
     incarnation: int
     steps: Mapping[int, tuple[Observation, ...]]
@@ -48,14 +48,15 @@ class _Seen:
 
 @dataclass(frozen=True)
 class History:
-    """Immutable: each look at what the ranks have published makes a new one."""
+    """The recent measurements of all ranks. Immutable: adding what the ranks have published makes a new one."""
 
     cell_size: int
     seen: Mapping[int, _Seen] = field(default_factory=dict)
 
     def with_published(self, published: Mapping[int, Measured], incarnations: Mapping[int, int]) -> History:
-        """``published``: by rank. What another process of a rank than ``incarnations`` has measured is forgotten, where
-        that is known.
+        """Return the history with what ranks have ``published``, by rank.
+
+        ``incarnations``: the present process of each rank, where known; measurements of others are forgotten.
         """
         seen = dict(self.seen)
         for rank, measured in published.items():
@@ -94,7 +95,7 @@ class History:
         return History(self.cell_size, kept)
 
     def timings(self) -> Timings:
-        """By worker: a cell is as slow as its slowest rank."""
+        """Return timings by worker: a cell is as slow as its slowest rank."""
         longest: dict[tuple[int, int, Piece], tuple[float, int]] = {}
         for rank, step, one in self._observations():
             for field_name, kind in _KINDS.items():
@@ -103,7 +104,7 @@ class History:
         return Timings.of(Timing(*key, seconds, count=count) for key, (seconds, count) in longest.items())
 
     def link_timings(self) -> list[LinkTiming]:
-        """By worker: between two cells the slowest link of their ranks counts."""
+        """Return timings of links by worker: between two cells the slowest link of their ranks counts."""
         longest: dict[tuple[int, int, int], float] = {}
         for rank, of_rank in self.seen.items():
             for step, links in of_rank.links.items():
@@ -113,7 +114,7 @@ class History:
         return [LinkTiming(*key, seconds) for key, seconds in sorted(longest.items())]
 
     def sum_timings(self) -> list[SumTiming]:
-        """As above."""
+        """Return the timings of sums; of several ranks' the longest counts."""
         longest: dict[tuple[int, str], float] = {}
         for of_rank in self.seen.values():
             for step, sums in of_rank.sums.items():
@@ -122,8 +123,10 @@ class History:
         return [SumTiming(step, from_runs(of), seconds) for (step, of), seconds in sorted(longest.items())]
 
     def held_up(self) -> list[HeldUp]:
-        """By worker. Not of cells: their ranks wait for each other in the midst of what they compute, so that by the
-        clock on the wall each of them is held up, and whoever waits most, most.
+        """Return by worker what was computed in each step, by both clocks; nothing for cells.
+
+        The ranks of a cell wait for each other while they compute, so that by the clock on the wall each of them is
+        held up, most of all the one that waits most.
         """
         if self.cell_size > 1:
             return []
@@ -134,7 +137,7 @@ class History:
         ]
 
     def own_work(self) -> Iterable[OwnWork]:
-        """By rank."""
+        """Return what each rank itself computed in each step, and its probe."""
         for rank, of_rank in self.seen.items():
             for step, spans in of_rank.steps.items():
                 probes = [one.forward_s for one in spans if one.last == one.first]
@@ -143,12 +146,12 @@ class History:
                 yield OwnWork(step, rank, computed_s, max(probes, default=0.0))
 
     def uneven(self) -> list[tuple[int, float, float]]:
-        """(step, spread, together) of each rank."""
+        """Return (step, spread, together) of each rank."""
         seen = [one for of_rank in self.seen.values() for one in of_rank.uneven.values()]
         return [(one.step, one.spread, one.together) for one in seen]
 
     def step_times(self) -> StepTimes:
-        """Of the newest generation."""
+        """Return the median time of each step of the newest generation."""
         took = [one for of_rank in self.seen.values() for one in of_rank.took.values()]
         newest = max((one.generation for one in took), default=-1)
         seconds: dict[int, list[float]] = {}
@@ -165,9 +168,11 @@ class History:
         costs: Costs,
         nodes: Mapping[int, int] = MappingProxyType({}),
     ) -> Diagnosis:
-        """What the history says. Pieces that only workers have computed who were slow ``before`` cost what that says of
-        them, or else ``costs``, which was measured on others. ``nodes``: of each worker; without, nothing is said of
-        links.
+        """Return the verdicts that follow from this history.
+
+        Some pieces were only computed by workers that were slow ``before``. Their costs are those in ``before``, or
+        else those in ``costs``, which were measured on others. ``nodes``: worker -> node; without it there are no
+        verdicts on links.
         """
         timings = self.timings()
         holders: dict[int, set[int]] = {}
@@ -195,7 +200,7 @@ class History:
         )
 
     def healthy(self, diagnosis: Diagnosis) -> tuple[Observation, ...]:
-        """Of each span what it takes on a healthy worker, with all samples that there are."""
+        """Return for each span its time on a healthy worker, with the number of all samples."""
         samples: dict[tuple[int, int], int] = {}
         for _, _, one in self._observations():
             samples[one.first, one.last] = samples.get((one.first, one.last), 0) + one.samples

@@ -1,4 +1,4 @@
-"""The plan that a job begins with: Megatron's own layout, or the best."""
+"""The plan that a job begins with: Megatron's own layout, or the best one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from odyssey_megatron.policy.search import search_for
 from odyssey_megatron.policy.seating import place
 
 _LEANER = 0.98
-"""Of the memory of the best layout: another one that needs more than that is not worth it."""
+"""A fraction of the memory of the best layout: another layout must need less than that to be worth it."""
 
 
 def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
-    """The failure-free plan: Megatron's own layout, or the best. Called once, before training, when there is time.
+    """Return the failure-free plan: Megatron's own layout, or the best one. Called once before training, when there is
+    time.
 
     Raises:
         PlanInfeasible: it does not fit the profile's memory.
@@ -60,10 +61,12 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
 
 
 def _leanest(plans: Sequence[Plan], job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
-    """Of ``plans``, the best first, and of orders of their layouts, what needs the least memory of all that take
-    ``JobSpec.slower_for_memory`` longer than the best, at most.
+    """Return the plan that needs least memory, among ``plans``, the best of which comes first, and other orders of
+    their layouts.
+
+    Its step may be longer than the best by a fraction of ``JobSpec.slower_for_memory``.
     """
-    if not job.slower_for_memory or job.eager_forwards:  # what runs ahead fills the memory
+    if not job.slower_for_memory or job.eager_forwards:  # eager forwards fill the memory
         return plans[0]
     longest_s = plans[0].step_s * (1 + job.slower_for_memory)
 
@@ -79,12 +82,13 @@ def _leanest(plans: Sequence[Plan], job: JobSpec, state: ClusterState, profile: 
 def _layouts(
     own: Layout, job: JobSpec, state: ClusterState, profile: Profile, plans: Sequence[Plan]
 ) -> Iterator[Layout]:
-    """What there is to choose from. ``plans``: of those so far, as they are made."""
+    """Yield the layouts to choose from. ``plans``: those of the layouts so far; it grows meanwhile."""
     yield own
     if job.virtual_stages > 1:
         yield from _turned(own, job, profile)
     if job.best_layout:
-        # Losing a worker is survived where it is with the launch line's layout, if there is one with that.
+        # If the launch line's layout survives the loss of a worker, only layouts that do so are tried, if one of them
+        # fits.
         for least in dict.fromkeys((min(2, min(map(len, own.holders))), 1)):
             yield from _better(own, job, profile, least)
             yield from _apart(own, job, state, profile, least, plans)
@@ -93,7 +97,7 @@ def _layouts(
 
 
 def _turned(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
-    """The launch line's pipelines with routes that visit workers more than once, for its virtual stages."""
+    """Yield the launch line's pipelines with routes that visit workers more than once, for its virtual stages."""
     costs, workers = profile.costs, own.workers
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     for turned in search.turned:
@@ -107,7 +111,7 @@ def _turned(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
 
 
 def _better(own: Layout, job: JobSpec, profile: Profile, least: int) -> Iterator[Layout]:
-    """Layouts of the same workers with at least so many pipelines; the best is the first."""
+    """Yield layouts of the same workers with at least ``least`` pipelines, the best one first."""
     costs, workers = profile.costs, own.workers
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     good = (
@@ -125,7 +129,9 @@ def _better(own: Layout, job: JobSpec, profile: Profile, least: int) -> Iterator
 def _apart(
     own: Layout, job: JobSpec, state: ClusterState, profile: Profile, least: int, plans: Sequence[Plan]
 ) -> Iterator[Layout]:
-    """A layout in which microbatches go their own ways, where that is worth it beside ``plans``; in small jobs."""
+    """Yield a layout in which microbatches go their own ways, if the job is small and that is worth it beside
+    ``plans``.
+    """
     mixing = Mixing(
         workers=own.workers,
         microbatches=job.num_microbatches,
@@ -154,7 +160,7 @@ def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile
 
 
 def _held(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Layout:
-    """With the holders, and the keepers of optimizer state, that the job asks for."""
+    """Return ``layout`` with the holders, and the keepers of optimizer state, that the job asks for."""
     nodes = state.nodes
     layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)
     return with_keepers(layout, None, nodes, job.optimizer_copies)

@@ -1,4 +1,4 @@
-"""The knapsack of pipelines: whether so many of them do all microbatches with the workers that there are."""
+"""The knapsack of pipelines: whether a number of them can do all microbatches with the workers that there are."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ Option = tuple[int, int, int]
 def packed(
     most: Mapping[int, int], number: int, workers: int, slow: Sequence[int], microbatches: int
 ) -> list[int] | None:
-    """The kinds of ``number`` pipelines that do all microbatches, as many as they can, with these workers.
+    """Return the kinds of ``number`` pipelines that do at least all microbatches with these workers; None if there are
+    none.
 
-    Slow workers (``slow``: the sort of each) have a place in one pipeline each, or idle, as others may; but those that
-    could lengthen every pipeline do not idle: where steps are so short that estimates would leave out most of them,
-    each loss would cost more than they save, as fewer workers hold each layer.
+    Each slow worker (``slow``: its sort) has a place in one pipeline, or idles. Healthy workers may idle as well, but
+    fewer than there are pipelines, as so many could lengthen each pipeline. Where steps are very short, estimates would
+    leave out most workers; then each loss would cost more than that saves, as fewer workers hold each layer.
 
     Args:
-        most: kind -> the most that a pipeline of it does.
+        most: kind -> the most microbatches that such a pipeline does.
     """
     rate = max((count / kind for kind, count in most.items() if sort_of(kind) < 0), default=0.0)
     by_sort = {sort: _of_sort(most, sort, rate) for sort in {*slow}}
     gain = sum(max((one[1] - one[0] * rate for one in by_sort[sort]), default=0.0) for sort in slow)
     spare = (workers * rate + gain) * SLACK - microbatches
-    # Each length does less than it could at the best rate; together they may waste so much, and no more.
+    # Each length does less than it could at the best rate. This is the most that all pipelines together may waste.
     useful, last = list[Option](), 0
     for kind, count in most.items():
         if sort_of(kind) < 0 and count > last and kind * rate - count <= spare:
@@ -66,15 +67,17 @@ def packed(
 class _Best(NamedTuple):
     microbatches: int
     pipelines: int
-    """With a slow worker."""
+    """Number of pipelines with a slow worker."""
     with_slow: int
-    """Healthy workers in these."""
+    """Number of healthy workers in those."""
     rest: int
-    """In the others."""
+    """Number of workers in the others."""
 
 
 def _best(done: Sequence[Counts], with_slow: Sequence[Counts], workers: int) -> _Best:
-    """The most that can be done: of what does as much that with the fewest slow workers, and the fewest others."""
+    """Return what does the most; among equals, what has the fewest pipelines with slow workers, and the fewest other
+    workers.
+    """
     best = _Best(_NONE, 0, 0, 0)
     for count, mixed in enumerate(with_slow):
         plain = done[len(done) - 1 - count]
@@ -92,7 +95,10 @@ def _nothing(workers: int) -> Counts:
 
 
 def _with_one_more(done: Counts, options: Sequence[Option]) -> tuple[Counts, Counts]:
-    """``done[n]`` is the most that is done with n workers; the same with one pipeline more, and its kind."""
+    """Return ``done`` with one pipeline more, and the kind of that pipeline.
+
+    ``done[n]`` is the most that is done with n workers.
+    """
     then, choice = np.full_like(done, _NONE), np.zeros_like(done)
     for healthy, count, kind in options:
         more = done[: len(done) - healthy] + count
@@ -103,7 +109,7 @@ def _with_one_more(done: Counts, options: Sequence[Option]) -> tuple[Counts, Cou
 
 
 def _of_sort(most: Mapping[int, int], sort: int, rate: float) -> list[Option]:
-    """Pipelines with a slow worker of this sort, as far as that is better than to leave it idle."""
+    """Return pipelines with a slow worker of this sort, as far as they are better than to leave it idle."""
     found, last = list[Option](), 0
     for kind, count in most.items():
         healthy = healthy_of(kind)
@@ -116,8 +122,10 @@ def _of_sort(most: Mapping[int, int], sort: int, rate: float) -> list[Option]:
 def _slow_ones(
     by_sort: Mapping[int, list[Option]], slow: Sequence[int], workers: int, number: int
 ) -> tuple[list[Counts], list[Counts]]:
-    """By how many pipelines have a slow worker: as ``done`` above. And of each slow worker by both the kind of its
-    pipeline; 0: it idles.
+    """Return two lists for the pipelines with slow workers.
+
+    The first is by the number of such pipelines: as ``done`` in :func:`_with_one_more`. The second has for each slow
+    worker, by the number of such pipelines and of healthy workers, the kind of its pipeline; 0: it idles.
     """
     most = min(number, len(slow))
     done = [_nothing(workers), *(np.full(workers + 1, _NONE, dtype=np.int64) for _ in range(most))]

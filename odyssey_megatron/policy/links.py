@@ -1,4 +1,4 @@
-"""Layouts whose routes do without slow links, and whose sums do."""
+"""Layouts that avoid slow links, for their routes or for their sums."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from odyssey_megatron.plan.transfer import cheapest_assignment
 from odyssey_megatron.policy.paths import group_routes
 
 _WORKERS = 256
-"""In larger jobs nobody changes places: trying all pairs takes too long."""
+"""In larger jobs no workers change places: trying all pairs takes too long."""
 _EXCHANGES = 8
 
 _Hops = tuple[Hop, ...]
 _Path = tuple[tuple[int, ...], _Hops]
-"""Microbatches, and how they go."""
+"""(microbatches, hops that they take)."""
 
 
 def waits_s(layout: Layout, costs: Costs) -> float:
-    """What the messages of a step take longer than without slow links, all added up."""
+    """Return how much longer the messages of a step take than without slow links, all added up."""
     if not costs.slow_links:
         return 0.0
     return sum(
@@ -34,16 +34,17 @@ def waits_s(layout: Layout, costs: Costs) -> float:
 
 
 def _longer_s(above: int, below: int, lags_s: Mapping[tuple[int, int], float]) -> float:
-    """Of an activation down and its gradient up."""
+    """Return the delay of an activation down and its gradient up."""
     return lags_s.get((above, below), 0.0) + lags_s.get((below, above), 0.0)
 
 
 def around(layout: Layout, costs: Costs) -> Layout:
-    """``layout`` with routes that go on, where one stage ends and another begins, by another worker of the next stage:
-    so that slow links have fewer messages. Nobody gets more or other work, and nothing moves.
+    """Return ``layout`` with routes that go on by other workers of the next stage, so that slow links carry fewer
+    messages.
 
-    At each boundary of routes that are cut alike two of them exchange what is below, for as many microbatches as both
-    have, as long as that helps. Layouts whose routes visit a worker more than once stay as they are.
+    No worker gets more or other work, and nothing moves. At each boundary of routes that are cut alike, two of them
+    exchange the rest of their way below, for as many microbatches as both have, as long as that helps. Layouts whose
+    routes visit a worker more than once stay as they are.
     """
     if not waits_s(layout, costs) or layout.revisits:
         return layout
@@ -60,12 +61,12 @@ def around(layout: Layout, costs: Costs) -> Layout:
 
 
 def _join_anew(paths: list[_Path], at: int, costs: Costs) -> None:
-    """What is below hop ``at`` is exchanged among ``paths``."""
+    """Exchange the hops from ``at`` on among ``paths``."""
 
     def price(above: _Hops, below: _Hops) -> int:
-        """In picoseconds, whose sums are exact."""
+        """Return the delay in picoseconds, as sums of integers are exact."""
         one, other = above[at - 1].worker, below[at].worker
-        # Two hops in a row on one worker would have to be one.
+        # Two hops in a row on one worker would have to be merged into one.
         return round(1e12 * _longer_s(one, other, costs.lags_s)) if one != other else 10**18
 
     place = 0
@@ -88,10 +89,10 @@ def _join_anew(paths: list[_Path], at: int, costs: Costs) -> None:
 
 
 def exchanged(layout: Layout, costs: Costs) -> Layout:
-    """``layout`` with workers in each other's places, so that slow links have fewer messages: what they hold moves.
+    """Return ``layout`` with workers in each other's places, so that slow links carry fewer messages. State moves.
 
-    Workers that no fast link joins with the others, as those of a node whose network is slow, are put next to one
-    another along the pipelines. Then one pair after the other changes places, as long as that helps.
+    Workers that no fast link joins with the others, such as those of a node with a slow network, are put next to each
+    other along the pipelines. Then pairs change places one after the other, as long as that helps.
     """
     if len(layout.workers) > _WORKERS or layout.revisits:
         return layout
@@ -106,7 +107,7 @@ def exchanged(layout: Layout, costs: Costs) -> Layout:
 
 
 def sums_wait_s(layout: Layout, costs: Costs) -> float:
-    """What the sums of a step take longer than if none were slow, all added up."""
+    """Return how much longer the sums of a step take than if none were slow, all added up."""
     if not costs.slow_sums:
         return 0.0
     return sum(
@@ -117,9 +118,11 @@ def sums_wait_s(layout: Layout, costs: Costs) -> float:
 
 
 def side_by_side(layout: Layout, costs: Costs) -> Layout:
-    """``layout`` with workers in each other's places, so that fewer sums are between a node whose network is slow, or
-    whatever has made them slow, and others: of who computes the same, all are there or none, as far as there is room.
-    Activations go that way instead. Itself where that is no better.
+    """Return ``layout`` with workers in each other's places, so that fewer sums cross a slow network.
+
+    Of the workers that compute the same layers, all come to the slow node (or whatever else has made sums slow), or
+    none, as far as there is room. Activations cross that network instead. Returns ``layout`` itself if nothing is
+    better.
     """
     best = layout
     for slow in costs.slow_sums if not layout.revisits else ():
@@ -130,8 +133,10 @@ def side_by_side(layout: Layout, costs: Costs) -> Layout:
 
 
 def _side_by_side(layout: Layout, inside: set[int]) -> Layout:
-    """Those who compute the same come ``inside`` as wholes, first those of whom most are there; in their places go
-    others that are there, as few as can be.
+    """Return ``layout`` with whole groups of workers that compute the same layers moved ``inside``.
+
+    Groups of which most workers are there come first. They change places with other workers that are inside, as few as
+    possible.
     """
     alike: dict[tuple[int, ...], list[int]] = {}
     for worker in layout.workers:
@@ -157,13 +162,15 @@ def _exchanges(layout: Layout, costs: Costs) -> Iterator[Layout]:
     workers, holds = layout.workers, {worker: layout.held_by(worker) for worker in layout.workers}
     for worker in sorted(used):
         for other in workers:
-            if holds[other] != holds[worker]:  # with others nothing is new
+            if holds[other] != holds[worker]:  # exchanging workers that hold the same changes nothing
                 yield with_places(layout, _places(workers, {worker: other, other: worker}))
 
 
 def _gathered(layout: Layout, costs: Costs) -> Layout:
-    """Of the parts into which slow links cut the workers the smallest on the first seats, pipeline by pipeline; whoever
-    was there takes the seats that they leave, of the same layers where there are some.
+    """Return ``layout`` with the smallest part into which slow links cut the workers on the first seats, pipeline by
+    pipeline.
+
+    Workers that were there take the seats that become free, with the same layers where possible.
     """
     seats = [*dict.fromkeys(hop.worker for route in layout.routes for hop in route.hops)]
     parts = _parts(seats, costs)
@@ -174,7 +181,7 @@ def _gathered(layout: Layout, costs: Costs) -> Layout:
     first = seats[: len(part)]
     come = sorted(part - set(first))
     go = [worker for worker in first if worker not in part]
-    # ``go[i]`` is whose seat ``come[column]`` takes, and the other way round.
+    # Each pair of ``go`` and ``come`` exchange their seats.
     rows = [[float(holds[one] != holds[other]) for other in come] for one in go]
     pairs = [(go[row], come[column]) for row, column in enumerate(cheapest_assignment(rows))]
     return with_places(layout, _places(layout.workers, dict(pairs) | {b: a for a, b in pairs}))
@@ -185,7 +192,7 @@ def _places(workers: Collection[int], changed: Mapping[int, int]) -> dict[int, i
 
 
 def _parts(workers: Sequence[int], costs: Costs) -> list[set[int]]:
-    """Workers that fast links join, be it by others."""
+    """Return the sets of workers that are joined by fast links, directly or through others."""
     left, found = set(workers), list[set[int]]()
     while left:
         part, new = set[int](), {min(left)}

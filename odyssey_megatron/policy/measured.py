@@ -12,38 +12,40 @@ from odyssey_megatron.policy.profile import Observation, Profile, calibrate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
-    """One way between two ranks, in seconds; half of the fastest of a few round trips."""
+    """Times from one rank to another, in seconds; half of the fastest of a few round trips."""
 
     message_bytes: int
-    """Of one activation."""
+    """Size of one activation."""
     empty_s: float
     message_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSeen:
-    """Messages to a worker with which this one exchanges activations, once both were there: the fastest of a few."""
+    """Times of messages to a worker with which this one exchanges activations, once both were there; the fastest of a
+    few.
+    """
 
     step: int
     worker: int
     empty_s: float
     message_s: float
-    """Of one activation."""
+    """The time of a message as large as one activation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumSeen:
-    """A sum as large as one activation over those who hold the same layers, once all were there."""
+    """The time of a sum as large as one activation over the holders of the same layers, once all were there."""
 
     step: int
     workers: str
-    """As :func:`odyssey_megatron.plan.runs.to_runs` has them."""
+    """In the form of :func:`odyssey_megatron.plan.runs.to_runs`."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeen:
-    """How long a step took, with all that is waited for in it."""
+    """The time of a whole step, with everything that is waited for in it."""
 
     step: int
     generation: int
@@ -52,8 +54,10 @@ class StepSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldSeen:
-    """What was computed in a step, by the thread's own clock and by that on the wall, without what it has waited for
-    cores that the ranks of its node share. Where a CPU computes.
+    """The time that was computed in a step, by the thread's clock and by the clock on the wall. Only where a CPU
+    computes.
+
+    The time in which it waited for cores that the ranks of its node share is left out.
     """
 
     step: int
@@ -63,13 +67,13 @@ class HeldSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenSeen:
-    """How unlike the microbatches of a step were, that had the same work on this rank."""
+    """How much the microbatches of a step differed that had the same work on this rank."""
 
     step: int
     spread: float
-    """How far one usually is from their median, relative."""
+    """The usual relative distance of a microbatch from the median."""
     together: float
-    """Correlation of their forwards and backwards."""
+    """Correlation of the microbatches' forwards and backwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,33 +81,35 @@ class Measured:
     """What one rank publishes. Fields that it has not measured are None or empty."""
 
     spans: tuple[Observation, ...] = ()
-    """Of the last few steps that were measured."""
+    """Measured in the last few steps that were timed. The other tuples are of the same steps."""
     link: LinkTimes | None = None
     links: tuple[LinkSeen, ...] = ()
-    """Of the same steps."""
+    """Links to workers with which this one exchanges activations."""
     sums: tuple[SumSeen, ...] = ()
-    """Of the same; only those of which this is the first worker."""
+    """Only the sums of which this is the first worker."""
     steps: tuple[StepSeen, ...] = ()
-    """The same, but for the first of a generation, which takes longer, and those with fewer microbatches than the plan
-    has."""
+    """Without the first step of a generation, which takes longer, and steps with fewer microbatches than
+    the plan has.
+    """
     held: tuple[HeldSeen, ...] = ()
-    """Of the same."""
+    """Empty where no CPU computes."""
     uneven: tuple[UnevenSeen, ...] = ()
-    """Of the same, where there were enough microbatches."""
+    """Only of steps with enough microbatches."""
     state_bytes: tuple[tuple[int, int], ...] = ()
-    """(layer, bytes that a new holder must be sent) of the layers held."""
+    """(layer, bytes that a new holder must be sent) of each layer that the rank holds."""
     regroup_s: float | None = None
-    """Abort, agreement and new groups in the last recovery."""
+    """Time for abort, agreement and new groups in the last recovery."""
     incarnation: int = 0
-    """How many processes were this rank before the one that says so."""
+    """Number of processes that were this rank before the one that publishes this."""
 
 
 def with_measured(
     profile: Profile, published: Collection[Measured], spans: Sequence[Observation] = ()
 ) -> Profile:
-    """``profile`` with everything that the ranks know better; deterministic, and itself if they know nothing.
+    """Return ``profile`` with everything that the ranks know better; ``profile`` itself if they know nothing.
+    Deterministic.
 
-    ``spans``: what those that the ranks have measured take on a healthy worker.
+    ``spans``: times on a healthy worker of the spans that ranks have measured.
     """
     profile = calibrate(profile, spans)
     costs = profile.costs
@@ -123,8 +129,8 @@ def with_measured(
             costs,
             message_bytes=size,
             link_latency_s=latency_s,
-            # A message that is hardly slower than an empty one says only that the link is fast, and one without bytes
-            # nothing.
+            # A message that is hardly slower than an empty one only says that the link is fast, and one without bytes
+            # says nothing.
             link_bytes_per_s=size / max(message_s - latency_s, 0.05 * message_s, 1e-9)
             or costs.link_bytes_per_s,
         )
@@ -133,8 +139,9 @@ def with_measured(
 
 
 def _of_now(published: Collection[Measured]) -> list[Measured]:
-    """Those who have measured one of the newest steps, if anybody has measured any. Others are dead, and their last
-    recovery may have been one in which somebody was stuck.
+    """Return those that have measured one of the newest steps, if anybody has measured any.
+
+    The others are dead, and their last recovery may have been one in which somebody was stuck.
     """
     steps = [{span.step for span in one.spans} for one in published]
     newest = max(steps, key=lambda own: max(own, default=-1), default=set[int]())
@@ -146,15 +153,18 @@ def _medians_s(links: Sequence[LinkTimes | LinkSeen]) -> tuple[float, float]:
 
 
 _FAR = 1.5
-"""Links between neighbours in a pipeline count, where they take so many times more or less than those between
-consecutive ranks, which were timed once, before the job began: by less it may be noise, and plans stay as they are.
+"""Links between neighbours in a pipeline count only if their times differ by at least this factor from those between
+consecutive ranks, which were timed once before the job began. A smaller difference may be noise, and plans stay as they
+are.
 """
 _NOISE = 0.01
-"""Of a transformer layer: costs that have moved by less make no other plan worth its while."""
+"""A fraction of a transformer layer's time: costs that change by less do not make another plan worthwhile."""
 
 
 def alike(one: Costs, other: Costs) -> bool:
-    """Whether ``other`` is ``one`` but for noise, so that plans, and what was worked out for them, hold for both."""
+    """Return whether ``other`` differs from ``one`` by noise only, so that plans, and what was worked out for them,
+    hold for both.
+    """
     noise_s = _NOISE * statistics.median(layer.compute_s for layer in one.layers)
     return (
         _without_times(one) == _without_times(other)

@@ -1,8 +1,8 @@
-"""Routes that are taken apart: each microbatch goes its own way through workers that hold what it needs.
+"""Routes taken apart: each microbatch takes its own route through workers that hold the layers.
 
-Pipelines leave workers idle where layers do not divide by stages, or microbatches by pipelines, and there are few of
-them. Then it is better to have two workers compute a layer in turn, or a microbatch change from one pipeline to another
-in the middle. Which layers of which microbatch run where is found by local search, with the list schedule as judge.
+Pipelines leave workers idle if layers do not divide among stages, or microbatches among pipelines, and there are few of
+them. It is then better that two workers compute a layer in turn, or that a microbatch changes pipelines in the middle.
+Local search finds which layers of which microbatch run where, with the list schedule as judge.
 """
 
 from __future__ import annotations
@@ -24,49 +24,54 @@ from odyssey_megatron.plan.transfer import assign_seats
 from odyssey_megatron.policy.pipelines import WORTH
 
 Judge = Callable[[Layout, int, float], float]
-"""The step of a layout after so many tries to improve its order; infinite if it cannot be had, or is longer than that.
+"""Called with a layout, the number of tries to improve its order, and a limit; returns the step. Infinite if there is
+none, or if it is longer than the limit.
 """
 
 Ways = tuple[tuple[int, ...], ...]
-"""Of each microbatch, the worker of each transformer layer. Embedding and head go with their neighbours."""
+"""For each microbatch, the worker of each transformer layer. Embedding and head go with their neighbours."""
 
 MOST_WAYS = 64
-"""Workers times layers times microbatches: with more, pipelines waste little, and there is too much to try."""
+"""The largest workers times layers times microbatches: in larger jobs pipelines waste little, and there is too much to
+try.
+"""
 
 _TRIES = 1500
-"""Layouts that are scheduled, at most, without finding a better one."""
+"""The most layouts that are scheduled without finding a better one."""
 
 _STALE = 150
-"""Changes one after the other that make nothing better: then it begins anew elsewhere."""
+"""Number of consecutive changes without improvement after which the search starts again elsewhere."""
 
 _STEPS = 8000
-"""Changes, at most, also to what is known or hopeless."""
+"""The most changes, including those to layouts that are known or hopeless."""
 
 _ROUNDS = ((400, 300), (150, 1000), (50, 3000))
-"""(visits in the best layouts that are looked at once more, tries to improve the order of each layout)."""
+"""Rounds in which the best layouts are judged once more: (visits in all of these layouts, tries to improve the order of
+each).
+"""
 
 _PIPELINES_FIRST = 0.6
-"""So often whole microbatches on a worker are begun with, or a single layer is changed."""
+"""Probability of starting with whole microbatches on a worker, and of changing a single layer."""
 
 _AT_ONCE = (1, 1, 2, 3)
-"""Microbatches that are changed together."""
+"""Numbers of microbatches that are changed together, to draw from."""
 
 _NEAR = 1.25
-"""Of the shortest step so far: what takes longer is not looked at any further."""
+"""Multiple of the shortest step so far above which a layout is not scheduled to the end."""
 
 _ALIKE = 1 + 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """Of one job."""
+    """The search for mixed routes in one job."""
 
     workers: Sequence[int]
     microbatches: int
     costs: Costs
     speeds: Mapping[int, float]
     least_holders: int
-    """Of each layer."""
+    """The least number of holders of each layer."""
     judge: Judge
     tied: bool = False
 
@@ -76,17 +81,17 @@ class Mixing:
 
     @property
     def is_small(self) -> bool:
-        """Whether this is worth looking at at all."""
+        """Whether the job is small enough for this search."""
         return len(self.workers) > 1 and len(self.workers) * self.layers * self.microbatches <= MOST_WAYS
 
     def better(self, starts: Sequence[Layout]) -> Layout | None:
-        """The best that was found, if it is worth it beside the best of ``starts``."""
+        """Return the best layout found, if it is worth it compared with the best of ``starts``."""
         shortest_s = min((self.judge(one, 0, inf) for one in starts), default=inf)
         found = self.best(starts, shortest_s * WORTH)
         return found[1] if found else None
 
     def best(self, starts: Sequence[Layout], below_s: float) -> tuple[float, Layout] | None:
-        """(step, layout) of the best that was found, if it is below ``below_s``."""
+        """Return (step, layout) of the best layout found, if its step is below ``below_s``."""
         return _Search(self, below_s).run([ways for one in starts if (ways := ways_of(one)) is not None])
 
     def layout(self, ways: Ways) -> Layout:
@@ -103,7 +108,7 @@ def judged_by(
     shares: Mapping[int, Share],
     kept: Callable[[Layout], Layout],
 ) -> Judge:
-    """``kept``: a layout with those who hold it, or keep its state, besides."""
+    """Return a judge for these costs. ``kept``: adds to a layout its shadows and the keepers of its state."""
 
     def judge(layout: Layout, tries: int, longest_s: float) -> float:
         layout = kept(layout)
@@ -121,7 +126,7 @@ def judged_by(
 
 
 def seated(layout: Layout, previous: Layout, job: Mixing) -> Layout:
-    """``layout`` with workers that are alike in places such that the fewest bytes move."""
+    """Return ``layout`` with equal workers exchanged such that the fewest bytes move."""
     costs, place = job.costs, dict[int, int]()
     if costs.slow_links:
         return layout
@@ -141,7 +146,7 @@ def seated(layout: Layout, previous: Layout, job: Mixing) -> Layout:
 
 
 def ways_of(layout: Layout) -> Ways | None:
-    """None if embedding or head is on another worker than its neighbour."""
+    """Return the ways in ``layout``; None if embedding or head is on another worker than its neighbour."""
     found: list[tuple[int, ...]] = [()] * layout.num_microbatches
     for route in layout.routes:
         each = [hop.worker for hop in route.hops for _ in range(hop.first, hop.last)]
@@ -162,12 +167,14 @@ def _hops(way: tuple[int, ...]) -> tuple[Hop, ...]:
 
 
 _Judged = tuple[float, int, float]
-"""(step, or infinite; bytes that it would need above what there are; how unevenly workers are loaded)."""
+"""(step or infinite, bytes needed above what there are, how unevenly workers are loaded); less is better."""
 
 
 class _Search:
-    """Begins with given ways, then with others; changes a few layers of a microbatch as long as that makes it better.
-    What looked best is judged once more, in full.
+    """A local search from given ways, then from random ones.
+
+    It changes a few layers of some microbatches as long as that makes the layout better. What looked best is judged
+    again, with more tries.
     """
 
     def __init__(self, job: Mixing, below_s: float) -> None:
@@ -254,7 +261,7 @@ class _Search:
 
 
 def _excess_bytes(layout: Layout, costs: Costs) -> int:
-    """What workers would need above what they have, where every holder keeps all optimizer state."""
+    """Return the bytes that workers would need above their memory, if every holder kept all optimizer state."""
     if costs.memory_bytes is None:
         return 0
     state, least = state_bytes(layout, costs), minimum_bytes(layout, costs)

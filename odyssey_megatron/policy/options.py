@@ -1,4 +1,4 @@
-"""What the policies propose, each with the least it can cost, before it is scheduled."""
+"""The options: what policies propose, each with a bound of its cost, before anything is scheduled."""
 
 from __future__ import annotations
 
@@ -21,40 +21,42 @@ from odyssey_megatron.policy.proposal import Policy, Proposal, Sketch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A layout, and what it may keep in memory."""
+    """A drawn layout: its holders and keepers are settled, with the redundancy asked for, but not yet
+    what has to move.
+    """
 
     layout: Layout
     caps: dict[int, int]
-    """See :func:`caps_for`."""
+    """What each worker may keep in memory: see :func:`caps_for`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaidOut(Drawn):
-    """And how to get there, which only those need that may win by their step."""
+    """A drawn layout with the transfers that lead there. Only options that may win by their step need them."""
 
     transfers: tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What a policy proposes. It has not been scheduled yet."""
+    """A policy's proposal with bounds. It has not been scheduled yet."""
 
     policy: Policy
     name: str
     note: str
     least_step_s: float
-    """A bound; of a sketch an estimate."""
+    """A lower bound of the step; for a sketch it may be an estimate."""
     least_transition_s: float
-    """The transition itself, once it is laid out."""
+    """A lower bound of the transition; the transition itself once the option is laid out."""
     fatal_share: float
     found: Drawn | Sketch
 
     def promise(self, case: Case) -> float:
-        """The best score that it could have."""
+        """Return the best score that it could have."""
         return case.score(self.least_step_s, self.least_transition_s, self.fatal_share)
 
     def longest_step_s(self, case: Case, score: float) -> float:
-        """The step with which it would have ``score``; infinite if it has that with any."""
+        """Return the step with which it would have ``score``; infinite if it has a higher score with any step."""
         one, two = (case.score(step_s, self.least_transition_s, self.fatal_share) for step_s in (1.0, 2.0))
         gain = 2 * (one - two)  # the score is gain / step - risk
         above = score - (one - gain)
@@ -62,7 +64,7 @@ class Option:
 
 
 Tried = tuple[Policy, Proposal, Option | None]
-"""A layout before anything is decided of redundancy; and with that, where it fits."""
+"""(policy, proposal without redundancy, the option made of it or None if it does not fit)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +73,12 @@ class Options:
 
     found: tuple[Option, ...]
     impossible: tuple[tuple[str, str], ...]
-    """(name, reason) of what cannot be had at all."""
+    """(name, reason) of each option that is impossible."""
     tried: tuple[Tried, ...]
 
 
 def options(case: Case) -> Options:
-    """What there is to choose from, in the policies' order; what is still to be made comes last."""
+    """Return the options in the policies' order; those that are still to be made come last."""
     tried: list[Tried] = []
     sketches: list[Option] = []
     impossible: list[tuple[str, str]] = []
@@ -97,8 +99,10 @@ def options(case: Case) -> Options:
 
 
 def options_with_less(case: Case, proposed: Options, why: str) -> Options:
-    """What there is with less redundancy than was ``proposed``, of which nothing fits, ``why`` it does not: optimizer
-    state that was lost is not made up for, and layers get no shadows that ``case`` does not ask for.
+    """Return options with less redundancy than those ``proposed``, none of which fits; ``why`` says why not.
+
+    Layers get no shadows that ``case`` does not ask for. With a limited number of copies of optimizer state there are
+    also options in which lost copies are not replaced.
     """
     stay = without_transfers(case, proposed.tried, math.inf) if case.job.optimizer_copies else []
     bare = options(case)
@@ -139,15 +143,17 @@ def _sketched(case: Case, policy: Policy, sketch: Sketch) -> Option:
         note=sketch.note,
         least_step_s=sketch.least_step_s,
         least_transition_s=case.profile.group_build_s,
-        # With shadows for all layers that are to have some no loss is fatal.
+        # With shadows for all layers that need them no loss is fatal.
         fatal_share=0.0 if (sketch.least_holders or case.job.least_holders) > 1 else sketch.fatal_share,
         found=sketch,
     )
 
 
 def _shadowed(case: Case, tried: Sequence[Tried], impossible: list[tuple[str, str]]) -> list[Option]:
-    """What was ``tried``, with new shadows for layers that have too few holders: in its place where shadows were asked
-    for, else besides. State moves for them, behind the next steps where ranks would wait for it (``two_speed.py``).
+    """Return the options of ``tried``, and those with new shadows for layers that have too few holders.
+
+    Where shadows were asked for, an option with new ones replaces the one without; otherwise it is added. State moves
+    for the shadows, behind the next steps where ranks would wait for it (``two_speed.py``).
     """
     asked = case.job.least_holders
     least, may_move = asked or case.spare_holders, case.is_larger or case.rebalances
@@ -169,8 +175,9 @@ def _shadowed(case: Case, tried: Sequence[Tried], impossible: list[tuple[str, st
 
 
 def without_transfers(case: Case, tried: Sequence[Tried], longest_s: float) -> list[Option]:
-    """Of ``tried`` what needs nothing to move, and may have a step of ``longest_s``: optimizer state that was lost
-    stays with those who have it still.
+    """Return the options of ``tried`` for which nothing needs to move, and whose step may be at most ``longest_s``.
+
+    Lost copies of optimizer state are not replaced: it stays with the keepers that are left.
     """
     found = []
     for policy, proposal, option in tried:
@@ -187,11 +194,11 @@ def without_transfers(case: Case, tried: Sequence[Tried], longest_s: float) -> l
 def drawn(
     case: Case, policy: Policy, proposal: Proposal, *, least_holders: int = 0, joins: bool = True
 ) -> Option:
-    """The option that ``proposal`` is, with its holders and keepers, and its bound.
+    """Return the option for ``proposal``, with its holders and keepers, and its bound.
 
     Args:
-        least_holders: a layer that has fewer gets shadows.
-        joins: optimizer state that has too few keepers gets others.
+        least_holders: layers with fewer holders than this get shadows.
+        joins: whether optimizer state that has too few keepers gets others.
 
     Raises:
         PlanInfeasible: it does not fit.
@@ -219,7 +226,7 @@ def drawn(
 
 
 def laid_out(case: Case, option: Option) -> Option:
-    """``option``, of which there is a layout, with what must move."""
+    """Return ``option``, which has a layout, with the transfers that lead there."""
     one = option.found
     assert isinstance(one, Drawn)
     costs = case.profile.costs
@@ -232,10 +239,11 @@ def laid_out(case: Case, option: Option) -> Option:
 
 
 def restart(case: Case) -> tuple[float, float] | str:
-    """(least step, score) of stopping and starting anew from a checkpoint, or why that cannot be.
+    """Return (least step, score) of stopping and starting anew from a checkpoint, or why that is impossible.
 
-    As many whole pipelines of the job's size as the living make, the rest of them idle; the transition is the profile's
-    ``restart_s``, which counts the steps lost since the checkpoint too. For comparison: a running job cannot choose it.
+    The job would have as many whole pipelines of its size as the living workers make, and the other workers would be
+    idle. The transition is the profile's ``restart_s``, which includes the steps lost since the checkpoint. This is for
+    comparison: a running job cannot choose it.
     """
     alive, stages = case.whole, case.job.pipeline_model_parallel_size
     try:

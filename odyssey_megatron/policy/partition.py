@@ -1,11 +1,12 @@
-"""The search for how many pipelines there are, how long each is, and how many microbatches it gets.
+"""The search for the number of pipelines, their lengths, and the number of microbatches for each.
 
-The pipelines of a replan share nothing but the reductions at the step's end, so each is scheduled on its own, once
-for all partitions that it is part of. In a given time each length can do so many microbatches; whether pipelines that
-do all of them fit into the workers is a knapsack, and the least such time is bisected. At first that goes by lower
-bounds. Then the pipelines of the best partition are scheduled, the knapsack knows their true times, and so on until
-all of what is best has been scheduled, or as much as may be. Of other numbers of microbatches through as many stages,
-and of lengths nearby, what is not known is guessed by those that are: bounds alone are loose where memory binds.
+The pipelines of a replan share nothing but the reductions at the step's end, so each is scheduled on its own, once for
+all partitions that contain it. In a given time a pipeline of each length can do a certain number of microbatches.
+Whether pipelines that do all of them fit into the workers is a knapsack, and the least such time is bisected. At first
+lower bounds say how much each length can do. Then the pipelines of the best partition are scheduled, the knapsack is
+solved with their true times, and so on, until all of the best partition has been scheduled, or as much as is allowed.
+Other numbers of microbatches through as many stages, and lengths nearby, are guessed from what is known: bounds alone
+are loose where memory binds.
 
 Chameleon's Algorithm 1 (arXiv 2508.21613) enumerates integer partitions of the workers, remainders of the microbatches
 and remainders of the layers, and simulates each.
@@ -29,41 +30,48 @@ if TYPE_CHECKING:
     from odyssey_megatron.policy.search import Search
 
 _RUNTIME_S = 0.01
-"""Of a step, about what the runtime itself takes (``tests/benchmarks/model_error.py``). A worker that is
-left idle takes part in nothing, so that less than this is not worth it; steps of microseconds would idle most."""
+"""Seconds of a step that the runtime itself takes, about (``tests/benchmarks/model_error.py``). Leaving workers idle
+must save more than this: with steps of microseconds most workers would idle otherwise.
+"""
 
 _VISITS = 8192
-"""Of microbatches to stages, that one search schedules at most: a count and not a clock, so that the same arguments
-give the same plan on every machine."""
+"""The most visits of microbatches to stages that one search schedules. It is a count and not a time, so that the same
+arguments give the same plan on every machine.
+"""
 
 _VISITS_OF_MANY = 1024
-"""The same of many workers, as long as somebody waits: then no knapsack is solved either."""
+"""The same for many workers while somebody waits; no knapsack is solved then either."""
 
 _LOOK = 64
-"""Visits that could be scheduled while the knapsack is solved once more."""
+"""Number of visits that could be scheduled while the knapsack is solved once more."""
 
 _PROMISING = 4
-"""Numbers of pipelines, of many workers; twice as many of few, where routes visit workers more than once."""
+"""Where routes visit workers more than once, twice this many numbers of pipelines are looked at, the most promising
+ones.
+"""
 
 _BEHIND = 1.2
-"""Estimates are of lengths that differ by one at most: up to here others may be better, where there are few workers."""
+"""Estimates are of lengths that differ by at most one. With few workers, numbers of pipelines are looked at up to this
+multiple of the limit, since other lengths may be better.
+"""
 
 _TRUST = (1.0, 0.5, 0.0)
-"""How far what is learned of one length is believed of another. Where memory binds bounds are loose, so that nothing
-would come to an end that went by them from the beginning."""
+"""In each round, how far what is learned of one length is believed of another. Where memory binds, bounds are loose: a
+search that relied on them alone from the beginning would not come to an end.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Pipelines without workers and cuts."""
+    """Numbers of stages and microbatches of pipelines, without workers and cuts."""
 
     number: int
     estimate_s: float
-    """Its step but for the optimizer's; a bound, where not all of it was scheduled."""
+    """Its step without the optimizer; a bound, if not all of it was scheduled."""
     least_s: float
-    """No schedule of its pipelines is shorter, whatever memory those have that compute, and however sums are cut."""
+    """A lower bound for any schedule of its pipelines, whatever memory their workers have, however sums are cut."""
     shares: Shares = ()
-    """Empty: not worked out, as it cannot be better than others."""
+    """Empty if they were not worked out, as the partition cannot be better than others."""
     legs: int = 1
     """How often routes go through the workers of a pipeline (:mod:`odyssey_megatron.policy.ways`)."""
 
@@ -71,11 +79,12 @@ class Partition:
 def ranked(
     search: Search, workers: int, microbatches: int, *, thorough: bool = False
 ) -> tuple[Partition, ...]:
-    """The best partition into each number of pipelines, fastest first.
+    """Return the best partition into each number of pipelines, fastest first.
 
-    A single pipeline comes last: its next loss ends the job, so that it is only wanted if it is faster than all others,
-    and others may be wanted if it is. Then those whose routes visit workers more than once, of which only the most
-    promising numbers are looked at, and which must be better by ``WORTH``, and by ``WORTH_TWICE`` the next ones.
+    A single pipeline is worked out last: its next loss ends the job, so that it is only wanted if it is faster than all
+    others. Then follow partitions whose routes visit workers more than once. Of these only the most promising numbers
+    of pipelines are looked at. They must be better by ``WORTH``, and those with the next number of legs by
+    ``WORTH_TWICE``.
     """
     look = _Look(search, workers, (), microbatches, thorough)
     numbers = sorted(search.ranked(workers, microbatches), key=lambda one: (one[1] == 1, one))
@@ -90,21 +99,23 @@ def ranked(
 
 
 def _without_sums_s(splits: Splits, estimate_s: float, pipelines: int) -> float:
-    """What is left of it at the least."""
+    """Return what is at least left of ``estimate_s`` without reductions."""
     return max(0.0, estimate_s - reduce_s(splits.costs, 0, splits.last, pipelines))
 
 
 def ranked_with_slow(
     search: Search, workers: int, slow: tuple[int, ...], microbatches: int
 ) -> tuple[Partition, ...]:
-    """The same with slow workers of these sorts besides: each is one of the workers of a pipeline that is cut for it
-    and has its share of microbatches, where that is better than to leave it out.
+    """Return the same as :func:`ranked`, with slow workers of these sorts besides.
+
+    Each of them is in a pipeline that is cut for it and gets its share of microbatches, if that is better than to leave
+    the worker out.
     """
     without = search.partitions(workers, microbatches)
     look = _Look(search, workers, slow, microbatches)
-    # Where memory binds it may take the slow ones, too.
+    # Where memory binds, pipelines may only fit with the slow workers.
     numbers = search.ranked(workers, microbatches) or search.ranked(workers + len(slow), microbatches)
-    if workers <= MANY_WORKERS:  # a slow one by itself is a pipeline, too, where that may be of one stage
+    if workers <= MANY_WORKERS:  # a slow worker may be a pipeline of one stage by itself
         with_them = search.ranked(workers + len(slow), microbatches)
         numbers += tuple(one for one in with_them if one[1] > workers and one not in numbers)
     numbers = tuple(sorted(numbers, key=lambda one: (one[1] == 1, one)))
@@ -116,7 +127,7 @@ def ranked_with_slow(
 
 
 class _Look:
-    """Over the numbers of pipelines that there may be."""
+    """A look at the possible numbers of pipelines."""
 
     def __init__(
         self,
@@ -128,7 +139,7 @@ class _Look:
     ) -> None:
         self.thorough = thorough
         self.visits = _VISITS if thorough else _VISITS_OF_MANY
-        """That may still be scheduled, of many workers."""
+        """Number of visits that may still be scheduled, for many workers."""
         self.search, self.workers, self.slow, self.microbatches = search, workers, slow, microbatches
         self._trusts = _TRUST if workers <= MANY_WORKERS else _TRUST[:1]
 
@@ -139,8 +150,9 @@ class _Look:
         least_s: float,
         known: Sequence[Partition] = (),
     ) -> list[Partition]:
-        """``found`` with what is better than ``least_s``, and better ways through the workers; ``known``: partitions
-        that have to be beaten.
+        """Return ``found``, with what is better than ``least_s``, and better routes with more legs.
+
+        ``known``: partitions that have to be beaten.
         """
         least_s = self._at(found, self.search, numbers, self._trusts, least_s)
         partitions = [*found.values()]
@@ -149,7 +161,7 @@ class _Look:
         for turned in self.search.turned:
             of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.splits.legs)
             limit_s = min([least_s * worth, *of_these])
-            # Of one worker there is nothing to turn at, and those that have no part in any pipeline would idle.
+            # A pipeline of one worker has nowhere to turn, and workers beyond the longest pipelines would idle.
             numbers = [
                 (estimate_s, number)
                 for estimate_s, number in turned.ranked(self.workers, self.microbatches)
@@ -171,8 +183,10 @@ class _Look:
         trusts: Sequence[float],
         least_s: float,
     ) -> float:
-        """Works out the best partition into each of ``numbers``, (estimate, number of pipelines), and puts those into
-        ``found`` that are better than ``least_s``, or that were not there; the least that is found then.
+        """Work out the best partition into each of ``numbers``, which are (estimate, number of pipelines).
+
+        Those that are better than ``least_s``, or replace a bound, are put into ``found``. Returns the least time
+        found.
         """
         if self.workers > MANY_WORKERS:
             return self._promising(found, search, numbers, least_s)
@@ -196,8 +210,10 @@ class _Look:
         numbers: Sequence[tuple[float, int]],
         least_s: float,
     ) -> float:
-        """As :meth:`_at`, of the few numbers that are best by all that is known when they are looked at: what others
-        of about their lengths have taken, and what waits for weights where optimizer state is cut.
+        """Do as :meth:`_at` for many workers, only for the few numbers of pipelines that are best by all that is known.
+
+        What is known includes how late pipelines of about their lengths were, and the wait for weights where optimizer
+        state is cut.
         """
         queue = [(estimate_s, number) for estimate_s, number in numbers]
         estimates_s = {number: estimate_s for estimate_s, number in numbers}
@@ -238,10 +254,11 @@ def _best(
     *,
     ragged: bool = True,
 ) -> tuple[Partition, bool]:
-    """The best partition, and whether all of it was scheduled; without shares if it is not better than ``limit_s``.
+    """Return the best partition, and whether all of it was scheduled; without shares if it is not better than
+    ``limit_s``.
 
-    ``lengths``: (stages, how many) if lengths differ by one at most, which is preferred to what is hardly better.
-    ``ragged``: others are looked at.
+    ``lengths``: (stages, number of pipelines) if lengths differ by at most one, which is preferred to what is hardly
+    better. ``ragged``: look at other lengths, too.
     """
     true: tuple[float, Shares] | None = None
     while True:

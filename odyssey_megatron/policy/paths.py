@@ -1,4 +1,4 @@
-"""From the path of each microbatch to routes."""
+"""From a path for each microbatch to routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from odyssey_megatron.plan.layout import Hop, Route
 
 
 def group_routes(paths: Mapping[int, tuple[Hop, ...]]) -> tuple[Route, ...]:
-    """Microbatch -> path, as routes: equal paths share one; ascending by first microbatch."""
+    """Return routes from microbatch -> path: equal paths share a route; ascending by first microbatch."""
     members: dict[tuple[Hop, ...], list[int]] = {}
     known: dict[int, list[int]] = {}  # hashing a path is slow, and most microbatches share the path object
     for microbatch in sorted(paths):
@@ -20,7 +20,7 @@ def group_routes(paths: Mapping[int, tuple[Hop, ...]]) -> tuple[Route, ...]:
 
 
 def merge_hops(hops: Sequence[Hop]) -> tuple[Hop, ...]:
-    """The same path with neighbouring visits to one worker made one."""
+    """Return the same path with consecutive visits to one worker merged."""
     merged: list[Hop] = []
     for hop in hops:
         if merged and merged[-1].worker == hop.worker:

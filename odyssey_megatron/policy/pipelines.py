@@ -1,7 +1,7 @@
-"""Pipelines of each kind beside each other: how much they do in a given time, by bounds and where they were scheduled.
+"""Pipelines of each kind beside each other: how much they do in a given time, by bounds or as they were scheduled.
 
-In a given time each kind can do so many microbatches; whether pipelines that do all of them fit into the workers is a
-knapsack, and the least such time is bisected.
+In a given time a pipeline of each kind can do a certain number of microbatches. Whether pipelines that do all of them
+fit into the workers is a knapsack, and the least such time is bisected.
 """
 
 from __future__ import annotations
@@ -30,42 +30,46 @@ from odyssey_megatron.policy.splits import Splits
 from odyssey_megatron.policy.turns import TURNS
 
 ALIKE = 0.001
-"""A shape that could at best be this share better than another one is not worth scheduling."""
+"""A shape that could at best be better than another one by this share is not worth scheduling."""
 
 WORTH = 0.99
-"""Of the step of the best partition: above that routes that visit workers more than once are not worth it. They have
-more messages and launches, and the runtime's share of these is not in the costs."""
+"""Fraction of the best partition's step that routes which visit workers more than once must stay below to be worth it.
+They have more messages and launches, and the runtime's share of these is not in the costs.
+"""
 
 WORTH_TWICE = 0.995
-"""The same of routes that do so twice as often, beside those that do."""
+"""The same for routes that visit workers twice as often, compared with those."""
 
 _EXACT = 1e-5
-"""Of a step, how far the bisection goes."""
+"""Fraction of a step to which the bisection goes."""
 
 MANY_WORKERS = 128
-"""From here on not every number of pipelines is looked at, and of those only the most promising in full."""
+"""Above this number of workers not every number of pipelines is looked at, and of those only the most promising in
+full.
+"""
 
 _NEAR = 1
-"""Of many workers there are pipelines of many lengths, of which few are scheduled: so far what is known of one is
-believed of others.
+"""With many workers there are pipelines of many lengths, of which few are scheduled. What is known of one is believed
+of lengths that differ by up to this number of stages.
 """
 
 Done = tuple[float, Tail]
 """When a worker has computed, and the weight gradients that it ends with, beside which it sums."""
 
 End = tuple[float, "array[float]"]
-"""When a worker has all but these weight gradients; and of its buckets, in the order in which it sums them, how long
-the weight gradients in it take, how much of its last input gradient runs on beside, and its bytes, one after the other.
+"""When a worker has computed all but the weight gradients that it ends with, and three numbers for each of its buckets,
+in the order in which it sums them: the time of the weight gradients in it, how much of the worker's last input gradient
+is still running beside it, and its bytes.
 """
 
 Shares = tuple[tuple[int, int], ...]
-"""(kind, microbatches) of each pipeline, those with a slow worker and the longest first. The kind of others is how many
-stages they have (:mod:`odyssey_megatron.policy.kinds`).
+"""(kind, microbatches) of each pipeline (:mod:`odyssey_megatron.policy.kinds`), those with a slow worker first, and the
+longest first.
 """
 
 
 class Pipelines:
-    """What pipelines of each kind can do: by bounds, and where they were scheduled, truly."""
+    """What pipelines of each kind can do: by bounds, and truly for those that were scheduled."""
 
     def __init__(
         self,
@@ -77,8 +81,11 @@ class Pipelines:
         rows: dict[int, Rows] | None = None,
         sums: int = 0,
     ) -> None:
-        """``known``: the same without slow workers, with what has been scheduled of them; ``rows``: see ``Bounds``;
-        ``sums``: the copies of optimizer state to whose owners gradients go, 0: every holder.
+        """
+        Args:
+            known: the same without slow workers, with what has been scheduled of it.
+            rows: see ``Bounds``.
+            sums: number of copies of optimizer state to whose owners gradients go; 0: every holder.
         """
         self._sums = sums
         self.splits, self.workers, self.slow, self.microbatches = splits, workers, slow, microbatches
@@ -88,23 +95,23 @@ class Pipelines:
             for stages in range(1, min(workers, splits.most_stages) + 1)
             if splits.split(stages) is not None
         ]
-        """Of those without a slow worker."""
+        """Numbers of stages of pipelines without a slow worker."""
         stages = range(1, min(workers + 1, splits.most_stages) + 1)
         slower = (mixed(one, sort) for sort in sorted({*slow}) for one in stages)
         self.kinds = [*self.lengths, *(kind for kind in slower if splits.split(kind) is not None)]
         self._bounds = Bounds(splits, self.kinds, {} if rows is None else rows)
         self._done: dict[tuple[int, int], tuple[Done, ...]] = dict(known._done) if known else {}
-        """Of those that were scheduled: per stage, when it has computed, and the weight gradients that it ends with."""
+        """For each that was scheduled, by stage: when it has computed, and the weight gradients that it ends with."""
         self.solved: dict[tuple[int, int], Solved | None] = dict(known.solved) if known else {}
-        """Their orders."""
+        """The orders of those that were scheduled."""
         self._known_ends: dict[tuple[int, int, int], Sequence[End]] = {}
         self._alone_s: dict[tuple[int, int], float] = {}
-        """Until a pipeline that was scheduled has computed and reduced, where its reductions wait for no other's."""
+        """Time until a scheduled pipeline has computed and reduced, if its reductions wait for no other pipeline's."""
         self._true_s: dict[tuple[int, int], float] = {}
-        """The same beside other pipelines, as far as that is known: reductions wait for each other."""
+        """The same beside other pipelines, as far as known: reductions wait for each other."""
 
     def count(self, number: int, visits: int, trust: float) -> None:
-        """From here on for so many pipelines, and with so many visits left to schedule."""
+        """Go on for ``number`` pipelines, with ``visits`` left to schedule, and ``trust`` as in ``Bounds.learn``."""
         self.number, self.visits, self._trust = number, visits, trust
         self._bounds.reduce_among(number, self._sums)
         self._alone_s = {one: self._with_reductions_s(*one) for one in self._done}
@@ -112,20 +119,22 @@ class Pipelines:
         self._learn()
 
     def time_s(self, kind: int, microbatches: int) -> float:
-        """Until such a pipeline has computed and reduced."""
+        """Return the time until such a pipeline has computed and reduced."""
         true_s = self._true_s.get((kind, microbatches))
         return self._bounds.estimate_s(kind, microbatches) if true_s is None else true_s
 
     def least_s(self, kind: int, microbatches: int) -> float:
-        """Until it has computed, at the least."""
+        """Return a lower bound of the time until it has computed."""
         return self._bounds.least_s(kind, microbatches, sums=False)
 
     def late_s(self, lengths: Iterable[int]) -> float:
-        """How much later than their bounds pipelines of all these lengths are, as far as that is known."""
+        """Return by how much pipelines of all these lengths are later than their bounds, as far as known."""
         return min(self._bounds.late_of(length) for length in lengths)
 
     def most(self, time_s: float) -> dict[int, int]:
-        """Kind -> microbatches that such a pipeline can do in ``time_s``; only where that is one at the least."""
+        """Return kind -> number of microbatches that such a pipeline can do in ``time_s``, for those that can do at
+        least one.
+        """
         most = {}
         for kind, count in zip(self.kinds, self._bounds.most(time_s, self.microbatches), strict=True):
             while self._true_s.get((kind, count), 0.0) > time_s * SLACK:
@@ -135,19 +144,25 @@ class Pipelines:
         return most
 
     def these(self, lengths: Sequence[tuple[int, int]], time_s: float) -> list[tuple[int, int]] | None:
-        """(stages, microbatches) of pipelines, given as (stages, how many), if they do all in ``time_s``."""
+        """Return (stages, microbatches) of the pipelines in ``lengths`` if they do all microbatches in ``time_s``, else
+        None.
+
+        ``lengths``: (stages, number of pipelines).
+        """
         most = self.most(time_s)
         if sum(most.get(stages, -inf) * count for stages, count in lengths) < self.microbatches:
             return None
         return [(stages, most[stages]) for stages, count in lengths for _ in range(count)]
 
     def alike(self, below_s: float) -> tuple[float, Shares] | None:
-        """Pipelines of one length, as long as there are workers, scheduled; None if they take ``below_s`` or more.
+        """Schedule pipelines of one length, the longest for which there are workers; None if they take ``below_s`` or
+        more.
 
-        What is left over idles, so that a cluster that has a few workers more is hardly ever slower. Such pipelines'
-        reductions do not wait for each other, which :meth:`join` counts to a length, and so to these, too.
+        Workers that are left over idle, so that a cluster with a few workers more is hardly ever slower. The reductions
+        of such pipelines do not wait for each other, so each counts as if it were alone: :meth:`join` charges the waits
+        of others to a length, which may be theirs.
         """
-        if self.workers > MANY_WORKERS or not self.lengths:  # of so many, a few idle ones make no difference
+        if self.workers > MANY_WORKERS or not self.lengths:  # of so many, a few idle ones do not matter
             return None
         stages = min(self.workers // self.number, self.lengths[-1])
         few, more = divmod(self.microbatches, self.number)
@@ -162,7 +177,7 @@ class Pipelines:
         return (time_s, shares) if time_s < below_s else None
 
     def any(self, time_s: float) -> list[tuple[int, int]] | None:
-        """(kind, microbatches) of any pipelines that do all in ``time_s``: a knapsack."""
+        """Return (kind, microbatches) of any pipelines that do all in ``time_s``, or None: a knapsack."""
         most = self.most(time_s)
         found = packed(most, self.number, self.workers, self.slow, self.microbatches)
         return None if found is None else [(kind, most[kind]) for kind in found]
@@ -170,7 +185,8 @@ class Pipelines:
     def least(
         self, done: Callable[[float], list[tuple[int, int]] | None], from_s: float, below_s: float
     ) -> tuple[float, Shares] | None:
-        """(time, pipelines) of the least time for which ``done`` has some; None if there is none below ``below_s``.
+        """Return (time, pipelines) for the least time for which ``done`` finds pipelines; None if that is not below
+        ``below_s``.
 
         Raises Preempted.
         """
@@ -201,7 +217,7 @@ class Pipelines:
         return best if best[0] < below_s else None
 
     def _shared_out(self, most: list[tuple[int, int]]) -> tuple[float, Shares]:
-        """What is too much is taken from those that are done last."""
+        """Take the microbatches that are too many from the pipelines that are done last."""
         heap = [(-self.time_s(*one), *one) for one in most]
         heapify(heap)
         over = sum(count for _, count in most) - self.microbatches
@@ -221,7 +237,7 @@ class Pipelines:
         return step_s, tuple(sorted(((kind, count) for _, kind, count in heap), reverse=True))
 
     def _learn(self) -> None:
-        """How much later than its bound a kind was, whatever it had to do."""
+        """Learn by how much each kind was later than its bound, whatever its number of microbatches."""
         late_s: dict[int, float] = {}
         for (kind, microbatches), true_s in self._alone_s.items():
             if true_s < inf:
@@ -231,7 +247,7 @@ class Pipelines:
             self._bounds.learn(late_s, self._trust, inf if self.workers <= MANY_WORKERS else _NEAR)
 
     def schedule(self, kind: int, microbatches: int) -> float:
-        """The true time; infinite if it does not fit. Raises Preempted."""
+        """Return the true time; infinite if it does not fit. Raises Preempted."""
         if (kind, microbatches) in self._true_s:
             return self._true_s[kind, microbatches]
         TURNS.check()
@@ -244,7 +260,7 @@ class Pipelines:
             state.append(splits.kept_bytes(one) + sent * microbatches * costs.message_bytes)
             needs.append(sum(each))
             usual.append(state[-1] + min(microbatches, len(hops) - one.hop) * each[0])
-        # Where memory is not known, what 1F1B needs on its fullest worker.
+        # If memory is not known, take what 1F1B needs on its fullest worker.
         alike = [one.share == WHOLE_CELL for one in splits.stages(kind)]
         budget = max(compress(usual, alike), default=0) if splits.budget is None else splits.budget
         rooms = [int(budget * one.share.ranks) for one in splits.stages(kind)]
@@ -270,10 +286,10 @@ class Pipelines:
         return self._true_s[kind, microbatches]
 
     def join(self, shares: Shares) -> float:
-        """The time of these, which are scheduled, together, and with what their first forwards wait for weights, of
-        which it is without the least.
+        """Return the time of these scheduled pipelines beside each other.
 
-        What the reductions add is counted to the shortest pipelines from here on: they have the largest blocks.
+        It includes how long their first forwards wait for weights, less the least that any must wait. What reductions
+        add is charged to the shortest pipelines from here on, as they have the largest blocks.
         """
         alone_s = max(self.time_s(*one) for one in shares)
         if self.workers > MANY_WORKERS:
@@ -289,14 +305,14 @@ class Pipelines:
         return least_late_s(self.splits.costs, self.number, self._sums)
 
     def _waits_s(self, shares: Shares) -> float:
-        """How much longer than at the least first forwards wait for weights."""
+        """Return by how much first forwards wait longer for weights than the least that any must wait."""
         if not self._least_late_s:
             return 0.0
         layout, costs = self._beside_each_other(shares)[0], self.splits.costs
         return weights_late_s(layout, buckets(layout, costs), costs) - self._least_late_s
 
     def _beside_each_other(self, shares: Shares) -> tuple[Layout, dict[int, float], dict[int, Tail]]:
-        """The layout of these, which are scheduled, and of each worker when it has computed, and its tail."""
+        """Return the layout of these scheduled pipelines, and for each worker when it has computed, and its tail."""
         routes, done_s, tails = [], dict[int, float](), dict[int, Tail]()
         for at, (kind, microbatches) in enumerate(shares):
             first = len(done_s)
@@ -311,7 +327,7 @@ class Pipelines:
         return layout, done_s, tails
 
     def _with_reductions_s(self, kind: int, microbatches: int) -> float:
-        """Until its workers have computed and summed, each as soon as it can."""
+        """Return the time until its workers have computed and summed, each as soon as it can."""
         costs, longest_s = self.splits.costs, 0.0
         hops = reduce_hops(self.number, self._sums)
         lag_s, byte_s = hops * costs.link_latency_s, hops / self.number / costs.link_bytes_per_s
@@ -326,7 +342,7 @@ class Pipelines:
         return longest_s
 
     def _ends(self, kind: int, microbatches: int) -> Sequence[End]:
-        """Of each worker of what is scheduled."""
+        """Return the end of each worker of a scheduled pipeline."""
         key = kind, microbatches, bucket_bytes(self.splits.costs, self.number)
         if key not in self._known_ends:
             costs, found = self.splits.costs, list[End]()

@@ -1,4 +1,4 @@
-"""A job's planner: its profile, kept up to date with what the ranks measure, and the decisions that go by it."""
+"""A job's planner: its profile, kept up to date with what the ranks measure, and the decisions based on it."""
 
 from __future__ import annotations
 
@@ -40,47 +40,54 @@ from odyssey_megatron.policy.two_speed import towards, two_speed
 _log = logging.getLogger(__name__)
 
 _GIVES_ALL = 1e-3
-"""The speed of a worker that is to be left: any other one is a better place for its layers."""
+"""The speed that is assumed of a worker that is to leave: any other worker is a better place for its layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What to do now, and where to go from there."""
+    """The plan to go on with now, and the better one to move towards."""
 
     plan: Plan
     rows: tuple[CandidateRow, ...]
-    """All that was considered."""
+    """Rows of all candidates that were considered."""
     target: Callable[[], Plan] | None = None
-    """Better than ``plan``, but layers must move first: behind the back of its steps. Worked out when
-    it is asked for."""
+    """Makes a plan that is better than ``plan``, for which layers must move first, behind the steps of ``plan``. None
+    if there is none.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalanced:
-    """A better plan for the same workers, which are not as fast as they were."""
+    """A better plan for the same workers, whose speeds have changed."""
 
     decided: Decided
     gain: float
-    """Steps are so much faster (0.5: as many in two thirds of the time) than if the layout stays."""
+    """How much faster steps are than with the layout as it is; 0.5 means as many steps in two thirds of the time."""
 
 
 class PolicyPlanner:
-    """``policy.decide`` with the job's profile, kept up to date with what the ranks measure."""
+    """Makes decisions with ``policy.decide`` and the job's profile, which is kept up to date with what the ranks
+    measure.
+
+    It is the coordinator's ``Planner``; ``launch/planner.py`` says what its methods do.
+    """
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
         self._home: Plan | None = None
         self._standings: list[Standing] = []
-        """What there is to choose from, or to compare with, under ``--odyssey-redundancy compute`` and ``auto``."""
+        """The modes of redundancy to choose from, or to compare with, under ``--odyssey-redundancy compute`` and
+        ``auto``.
+        """
         self._among: tuple[str, ...] = ()
         self._diagnosed = Diagnosis(costs={})
         self._start_s: float | None = None
-        """How long it took until the job trained; None as long as nobody has measured anything."""
+        """The time from the job's start until it trained; None until somebody has measured anything."""
         self._kept: Costs | None = None
 
     @property
     def job(self) -> JobSpec:
-        """With the layout and the redundancy that were chosen for it."""
+        """The job, with the layout and the redundancy that were chosen for it."""
         return self._job
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
@@ -107,13 +114,13 @@ class PolicyPlanner:
             )
             costs = replace(self._profile.costs, memory_bytes=None)
             self._profile = replace(self._profile, costs=costs)
-            # What is only good to have is left out: forwards run ahead, and what auto would add.
+            # Leave out what is not necessary: forwards run ahead, and what auto would add.
             mode = {"compute": "state", "auto": "off"}.get(self._config.redundancy, self._config.redundancy)
             self._job, self._standings = redundancy.with_mode(job, mode), []
             return Decided(plan=initial_plan(self._job, state, self._profile), rows=())
 
     def _weighed(self, job: JobSpec, state: ClusterState) -> Decided:
-        """With the redundancy asked for, or the best. Raises PlanInfeasible."""
+        """Return the first plan, with the redundancy asked for, or under ``auto`` the best. Raises PlanInfeasible."""
         asked = self._config.redundancy
         if asked in ("off", "state"):
             plan = initial_plan(job, state, self._profile)
@@ -127,10 +134,10 @@ class PolicyPlanner:
         return Decided(plan=chosen.plan, rows=(*rows, *impossible))
 
     def _layouts(self, best: Plan, job: JobSpec, state: ClusterState) -> tuple[CandidateRow, ...]:
-        """Where the job starts, beside the launch line's layout."""
+        """Return rows that compare the first layout with the launch line's."""
         try:
             own = initial_plan(replace(job, best_layout=False, virtual_stages=1), state, self._profile)
-        except PlanInfeasible:  # by the estimate it does not fit, and this one does
+        except PlanInfeasible:  # by the estimate it does not fit, while ``best`` does
             return ()
         is_own = best.layout == own.layout
         rows = [("launch line", own, is_own, "its stages and pipelines")]
@@ -147,7 +154,7 @@ class PolicyPlanner:
         )
 
     def _chosen(self, state: ClusterState, now_s: float) -> tuple[Standing, tuple[CandidateRow, ...]]:
-        """Of the standings, at the rate of failures by now; the job goes on with it."""
+        """Choose among the standings by the present rate of failures; the job goes on with the choice."""
         mtbf_s = mean_time_between_failures_s(state, self._config.mtbf_s, now_s)
         profile = self._priced(self._profile, state, self._standings[0].plan.step_s, now_s)
         chosen, rows = redundancy.choose(
@@ -162,7 +169,7 @@ class PolicyPlanner:
         if self._start_s is None and any(observations):
             steps_s = self._config.profile_steps * current.step_s
             self._start_s = max(0.0, now_s - state.started_s - steps_s)
-        # Of ranks that a smaller cell does without nothing counts: their last processes may have been slow.
+        # Measurements of ranks that a smaller cell does without do not count: their last processes may have been slow.
         gone = {rank: -1 for worker in state.workers for rank in worker.missing}
         incarnations = dict(state.incarnations) | gone
         self._measured, diagnosis = self._taken_in(observations, incarnations, state.nodes)
@@ -178,10 +185,12 @@ class PolicyPlanner:
             if left.alive:
                 with contextlib.suppress(OdysseyError):
                     self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
-        self._learned = profile  # not before all this is known
+        self._learned = profile  # once all decisions that go by it are worked out
 
     def _newest(self) -> Profile:
-        """By what was learned last, with the costs that decisions were rehearsed with, where these are no others."""
+        """Return the newest profile. If its costs are like those that decisions were rehearsed with, it keeps the
+        latter.
+        """
         found, known = self._measured, self._learned
         return replace(known, group_build_s=found.group_build_s) if alike(found.costs, known.costs) else found
 
@@ -191,8 +200,9 @@ class PolicyPlanner:
     def rebalance(
         self, state: ClusterState, current: Plan, now_s: float, lasts_s: float, *, anew: bool = False
     ) -> Rebalanced:
-        """For the speeds that ``state`` has, expected to last ``lasts_s``; ``anew``: for what layers cost, wherever the
-        job began. Raises PlanInfeasible.
+        """Return the best plan for the speeds in ``state``, which are expected to last ``lasts_s``.
+
+        ``anew``: plan by what layers cost, without regard to the layout that the job began with. Raises PlanInfeasible.
         """
         decided = self._going_on(
             without_fresh(state),
@@ -208,7 +218,7 @@ class PolicyPlanner:
         if kept is None or not chosen.step_s:
             return Rebalanced(decided=decided, gain=0.0)
         kept_s = kept.step_s
-        if kept_s is None or kept.score is None:  # none, or a bound: it was given up before it was worked out
+        if kept_s is None or kept.score is None:  # None or a bound: it was not scheduled
             kept_s = self.step_s(state, current)
         return Rebalanced(decided=decided, gain=kept_s / chosen.step_s - 1)
 
@@ -216,7 +226,9 @@ class PolicyPlanner:
         return scheduled("keep", plan.layout, (), state, self._newest()).step_s
 
     def slowed_s(self, state: ClusterState, live: Plan, whole: Collection[int] = ()) -> tuple[float, float]:
-        """The step as it is, and as it would be if nobody were slow, and the cells ``whole``."""
+        """Return the step as it is, and the step as it would be if nobody were slow and the cells ``whole``
+        were whole.
+        """
         well = with_speeds(state, dict.fromkeys(state.alive, 1.0))
         made_whole = (one.whole if one.worker in whole else one for one in well.workers)
         well = replace(well, workers=tuple(made_whole))
@@ -281,7 +293,9 @@ class PolicyPlanner:
         return decided
 
     def _risk_s(self, left: ClusterState, live: Plan, without: Plan, away_s: float, now_s: float) -> float:
-        """Of the next loss while the job goes on ``without`` some: see ``replacing.Price``."""
+        """Return what the next loss costs on average while the job goes on ``without`` some workers: see
+        ``replacing.Price``.
+        """
         if not replacing.takes_a_risk(without.layout, live.layout):
             return 0.0
         ranks = {one.worker: len(one.ranks) for one in left.workers}
@@ -299,11 +313,11 @@ class PolicyPlanner:
         if self._standings:
             weighed = self._chosen(state, now_s)[1]
         if self._job == before:
-            weighed = ()  # as it was said before
+            weighed = ()  # the rows were given before
         return self._going_on(state, previous, self._learned, now_s, home=self._home, weighed=weighed)
 
     def _priced(self, profile: Profile, state: ClusterState, step_s: float, now_s: float) -> Profile:
-        """With what a restart would cost by now, where that is known."""
+        """Return ``profile`` with what a restart would cost by now, if that is known."""
         given_s, start_s, save_steps = self._config.restart_s, self._start_s, self._job.save_steps
         if not given_s and (start_s is None or save_steps is None):
             return profile
@@ -341,8 +355,8 @@ class PolicyPlanner:
             both = two_speed(decision, self._config)
             if both is not None and both.tokens > both.direct_tokens:
                 return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
-        # Smaller cells may have no memory for the first plan's order. For slow workers it stays: nobody would go back
-        # to it once they are as fast as others again.
+        # Smaller cells may lack the memory for the first plan's order. With slow workers it is kept: otherwise nobody
+        # would go back to it once they are as fast as others again.
         is_whole = not (state.dead or decision.case.shares)
         if home is not None and is_whole and decision.best.layout == home.layout:
             return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
@@ -372,7 +386,11 @@ class PolicyPlanner:
         incarnations: Mapping[int, int] = MappingProxyType({}),
         nodes: Mapping[int, int] = MappingProxyType({}),
     ) -> tuple[Profile, Diagnosis]:
-        """``published``: by rank; "" where nothing yet. What was not measured by ``incarnations`` is forgotten."""
+        """Return the profile and the diagnosis with what ranks have ``published``: a text for each rank, "" if there is
+        none yet.
+
+        Measurements of other processes than ``incarnations`` says are forgotten.
+        """
         found: dict[int, Measured] = {}
         for rank, text in enumerate(published):
             try:
@@ -386,7 +404,7 @@ class PolicyPlanner:
 
 
 def _checked(profile: Profile, job: JobSpec) -> Profile:
-    """``profile``, if it is of such a model. Raises ConfigError."""
+    """Return ``profile`` if it is of the job's model. Raises ConfigError otherwise."""
     costs = profile.costs
     if (len(costs.layers), costs.tied is not None) != (job.num_layers, job.is_tied):
         kinds = ("an embedding and a head of their own", "embedding and head tied")

@@ -1,4 +1,4 @@
-"""What the next decision will look up, worked out while the job trains."""
+"""Preparation: what the next decision will look up is worked out while the job trains."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import search_for
 
 _MOST_LOST = 64
-"""Losses of 1, 2, 4, ... workers are prepared for, up to so many, beside all that one node can lose: what fails
-together, as the nodes of a rack or on one switch, is mostly such a number.
+"""Losses of 1, 2, 4, ... workers are prepared for, up to this number, besides all that one node can lose. What fails
+together, such as the nodes of a rack or on one switch, is mostly such a number.
 """
 
 
 def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured: bool) -> None:
-    """Works out what the next decision will look up, so that a recovery does not wait for it.
+    """Work out what the next decision will look up, so that a recovery does not wait for it.
 
     Optional; worth calling after each change of the profile or of the membership, off the critical path.
 
     Args:
-        is_measured: costs are not estimated ones, for whose few steps only what is likely is prepared.
+        is_measured: whether costs are measured. Estimated ones are used for a few steps, so that only likely losses are
+            prepared for.
     """
     warm_up()
     costs = profile.costs
@@ -34,7 +35,7 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured:
 
 
 def losses(state: ClusterState, *, is_measured: bool) -> list[int]:
-    """How many workers may be lost together; see :func:`prepare`."""
+    """Return the numbers of workers that may be lost together; see :func:`prepare`."""
     alive = len(state.alive)
     node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
     found = {2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive} | {1, node}
@@ -43,8 +44,10 @@ def losses(state: ClusterState, *, is_measured: bool) -> list[int]:
 
 
 def incidents(current: Plan, state: ClusterState) -> Iterator[tuple[int, ...]]:
-    """Ranks that die together, in each of those that decisions are rehearsed for: a rank of each kind of worker, and
-    workers all over the cluster, which leave state of each layer.
+    """Yield the ranks that die together in each incident that decisions are rehearsed for.
+
+    First a rank of each kind of worker. Then numbers of workers from all over the cluster, whose deaths leave some copy
+    of each layer's state.
     """
     ranks, alive, owners = [worker.ranks for worker in state.workers], state.alive, current.layout.owners
     yield from (ranks[worker][:1] for worker, *_ in one_of_each(current, state))
@@ -58,8 +61,10 @@ def incidents(current: Plan, state: ClusterState) -> Iterator[tuple[int, ...]]:
 
 
 def one_of_each(plan: Plan, state: ClusterState) -> list[list[int]]:
-    """The living workers, those together that compute the same layers of as many microbatches, and keep optimizer state
-    of the same: their deaths lead to equal plans.
+    """Return the living workers in groups, in each of which any worker's death leads to an equal plan.
+
+    The workers of a group compute the same layers for as many microbatches, and keep optimizer state of the same
+    layers.
     """
     counts: dict[int, Counter[tuple[int, int]]] = {worker: Counter() for worker in state.alive}
     for route in plan.layout.routes:

@@ -1,4 +1,4 @@
-"""What a job costs, estimated before it runs and corrected by what it measures."""
+"""The costs of a job: estimated before it runs, and corrected by what it measures."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from odyssey_megatron.inputs import COUNT, Between, read_text
 from odyssey_megatron.plan.costs import COST_S, Costs, LayerCost
 
 MAX_LAYERS = 1002
-"""Of a profile; the deepest model that was planned for has 128 transformer layers."""
+"""The most layers in a profile; the deepest model that was planned for has 128 transformer layers."""
 OPERATIONS = Annotated[float, Between(0, 1e30)]
 _COPIED_BYTES_PER_S = 1e12
-"""By a GPU, about what half of an A100's memory does (its data sheet: 2 TB/s), as a copy reads and writes."""
+"""Rate of a GPU's copies: about half of an A100's memory bandwidth (data sheet: 2 TB/s), as a copy reads and writes."""
 _LEAST_S = 1e-9
-"""Of all layers for one microbatch; a clock tells no less, and a rate is one over it."""
+"""The least time of all layers for one microbatch: clocks are not finer, and a rate is one over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Measured by a running job: one microbatch through layers ``[first, last)``, in seconds."""
+    """Times that a running job measured: one microbatch through layers ``[first, last)``, in seconds."""
 
     first: int
     last: int
@@ -35,7 +35,7 @@ class Observation:
     input_grad_s: float
     weight_grad_s: float
     step: int = -1
-    """Of which these are the medians; -1: of several."""
+    """The step of which the times are medians; -1: of several steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +46,24 @@ class Profile:
     source: str = "estimated"
     """``estimated`` (from FLOPs), ``measured``, or ``fitted``: estimated by what runs of other sizes have measured."""
     samples: Annotated[int, COUNT] = 0
-    """Microbatches behind the measured times."""
+    """Number of microbatches behind the measured times."""
     detect_s: COST_S = 0.02
-    """From a death to the decision's start. Measured: 12 ms with 8 ranks, whose agent hears it from their pidfds."""
+    """Time from a death to the decision's start. Measured: 12 ms with 8 ranks, whose agent hears it by pidfd."""
     group_build_s: COST_S = 0.1
-    """Abort, agree and new groups; paid by every change of membership."""
+    """Time for abort, agreement and new groups, which every change of membership costs."""
     restart_s: Annotated[float, Between(0, 1e9)] = 300.0
-    """A restart from a checkpoint, with the work lost since: what losing a layer's last holder costs. Between
-    Megatron-LM's 80 s with 32 GPUs and 300 s with 1,024, as TrainMover (OSDI 2026) has measured, and minutes of lost
-    steps."""
+    """Time of a restart from a checkpoint, with the work lost since: what losing a layer's last holder costs. The
+    default is between Megatron-LM's 80 s with 32 GPUs and 300 s with 1,024, as TrainMover (OSDI 2026) has measured, and
+    minutes of lost steps.
+    """
     operations: tuple[tuple[OPERATIONS, OPERATIONS, OPERATIONS], ...] = ()
-    """Of each layer, FLOPs of one rank for forward, input gradient and weight gradient of a microbatch, as estimates
-    count them, whatever they take (of the embedding bytes): ``odyssey plan --fit`` learns from them what a GPU
-    achieves. Empty: not known."""
+    """For each layer, one rank's FLOPs for forward, input gradient and weight gradient of a microbatch, as estimates
+    count them, whatever time they take; for the embedding, bytes. From them ``odyssey plan --fit`` learns what a GPU
+    achieves. Empty: not known.
+    """
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON, all of it or nothing. Raises OSError."""
+        """Write the profile as JSON, all of it or nothing. Raises OSError."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
@@ -73,10 +75,10 @@ class Profile:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Reads what :meth:`Profile.save` wrote; of a run's folder, what the run did.
+    """Read what :meth:`Profile.save` wrote; if ``path`` is a run's folder, the profile in it.
 
     Raises:
-        ConfigError: missing, or not a profile.
+        ConfigError: it is missing, or not a profile.
     """
     path = Path(path) / "profile.json" if Path(path).is_dir() else path
     try:
@@ -88,7 +90,7 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def _plausible(profile: Profile) -> Profile:
-    """What can be planned with. Raises ValueError."""
+    """Return ``profile`` if plans can be made with it. Raises ValueError."""
     layers = profile.costs.layers
     if not 3 <= len(layers) <= MAX_LAYERS:
         raise ValueError(
@@ -105,26 +107,27 @@ def _plausible(profile: Profile) -> Profile:
 
 
 _PRIOR_WEIGHT = 1e-3
-"""Of the scaled prior against one mean observation: it decides only what nobody measured."""
+"""Weight of the scaled prior relative to one mean observation: it decides only what nobody measured."""
 
 _LEAST_SHARE = 0.1
-"""Of its scaled prior, which a transformer layer takes at least. Where spans of few sizes were measured, and noise says
-that the longer one takes less, all would else go to the embedding or the head, and nothing to the layers between.
+"""Fraction of its scaled prior that a transformer layer takes at least. Where spans of few sizes were measured, and
+noise says that the longer one takes less, all time would otherwise go to the embedding or the head, and none to the
+layers between.
 """
 
 _SPREAD = 0.1
-"""A span whose time differs by more than this from what shared layer costs explain gets its own."""
+"""If a span's time differs by more than this from what shared layer costs explain, its layers get their own."""
 
 _KINDS = ("forward_s", "input_grad_s", "weight_grad_s")
 
 
 def calibrate(profile: Profile, observations: Sequence[Observation]) -> Profile:
-    """``profile`` with layer times fitted to what was measured; bytes and links stay.
+    """Return ``profile`` with layer times fitted to what was measured; bytes and links stay.
 
-    Unknowns are the embedding, one transformer layer of each size and the head, for each kind of work:
-    non-negative least squares on the spans, weighted by samples and pulled weakly to the old times (scaled, since an
-    estimate may be off by a common factor). What a span still deviates by more than 10 % goes to its own layers.
-    Deterministic; without observations the profile itself.
+    For each kind of work the unknowns are the times of the embedding, of one transformer layer of each size, and of the
+    head. They are found by non-negative least squares on the spans, weighted by samples and pulled weakly to the old
+    times (scaled, since an estimate may be off by a common factor). If a span still deviates by more than 10 %, the
+    deviation goes to its own layers. Deterministic; without observations the result is ``profile`` itself.
     """
     useful = [one for one in observations if one.samples > 0 and one.last > one.first]
     if not useful:
@@ -148,7 +151,7 @@ def calibrate(profile: Profile, observations: Sequence[Observation]) -> Profile:
 
 
 def _fit(costs: Costs, observations: Sequence[Observation], kind: str) -> list[float]:
-    """Seconds of each layer for one ``kind`` of work."""
+    """Return the seconds of each layer for one ``kind`` of work."""
     prior = [float(getattr(layer, kind)) for layer in costs.layers]
     total = sum(one.samples for one in observations)
     weights = [one.samples / total for one in observations]
@@ -160,7 +163,7 @@ def _fit(costs: Costs, observations: Sequence[Observation], kind: str) -> list[f
         prior = [value * measured / explained for value in prior]
     last = len(prior) - 1
     alike: dict[int, list[int]] = {}
-    for layer in range(1, last):  # with experts, or without
+    for layer in range(1, last):  # layers of one size share their time: those with experts, and those without
         alike.setdefault(costs.layers[layer].weight_bytes, []).append(layer)
     groups = [[0], *alike.values(), [last]] if last > 1 else [[i] for i in range(len(prior))]
     start = [sum(prior[i] for i in group) / len(group) for group in groups]
@@ -187,10 +190,10 @@ def least_squares(
     start: list[float],
     least: list[float] | None = None,
 ) -> list[float]:
-    """The argmin over x >= least, or 0, of sum w (row x - seen)^2 + prior weight * |x - start|^2; both are about as
-    large.
+    """Return the argmin over x >= least, or 0, of sum w (row x - seen)^2 + prior weight * |x - start|^2. ``seen`` and
+    ``start`` should be about as large.
     """
-    # Here, so that a profile is read without SciPy.
+    # Imported here, so that a profile can be read without SciPy.
     from scipy.optimize import nnls
 
     if least is not None:
@@ -210,7 +213,7 @@ def least_squares(
 
 
 def _spread(fitted: list[float], observations: Sequence[Observation], seen: list[float]) -> list[float]:
-    """Scales the layers of spans that the shared costs explain badly; overlapping spans share by samples."""
+    """Scale the layers of spans that the shared costs explain badly; overlapping spans count by their samples."""
     factors = [[0.0, 0.0] for _ in fitted]
     for one, value in zip(observations, seen, strict=True):
         model = sum(fitted[one.first : one.last])
@@ -227,36 +230,40 @@ def _spread(fitted: list[float], observations: Sequence[Observation], seen: list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Of a transformer layer, for one token."""
+    """The size of attention, or of what takes its place, in a transformer layer."""
 
     weights: int
-    """Of its products: queries, keys, values and what is behind them."""
+    """Number of weights of its matrix products: queries, keys, values and the output."""
     score_width: int
-    """Numbers of all heads that scores are summed over, the mean of queries' and values'."""
+    """Numbers per token over which scores are summed, in all heads together; the mean of queries' and values'."""
     kept: int
-    """Numbers that its backward needs: queries, keys, values, and what it gives."""
+    """Numbers per token that its backward needs: queries, keys, values, and the output."""
 
     @classmethod
     def grouped(cls, hidden_size: int, heads: int, query_groups: int, kv_channels: int) -> Attention:
-        """``query_groups``: heads of keys and values, each of ``kv_channels`` numbers."""
+        """Return grouped-query attention with ``query_groups`` heads of keys and values, each of ``kv_channels``
+        numbers.
+        """
         width, shared = heads * kv_channels, query_groups * kv_channels
         return cls(weights=2 * hidden_size * (width + shared), score_width=width, kept=2 * (width + shared))
 
     @classmethod
     def linear(cls, hidden_size: int) -> Attention:
-        """One product in its place."""
+        """Return a single matrix product in place of attention."""
         return cls(weights=hidden_size**2, score_width=0, kept=hidden_size)
 
     @classmethod
     def state_space(
         cls, hidden_size: int, *, heads: int | None, head_dim: int, groups: int, states: int, seq_length: int
     ) -> Attention:
-        """A layer of Mamba 2 in its place (arXiv 2405.21060, sections 6 and 7): what enters and leaves a state, for
-        each number of all ``heads``, and within chunks of 128 tokens a product with each earlier one.
+        """Return a Mamba 2 layer in place of attention (arXiv 2405.21060, sections 6 and 7).
+
+        Each number of all ``heads`` enters and leaves a state, and within chunks of 128 tokens there is a product with
+        each earlier token.
 
         Args:
-            heads: each of ``head_dim`` numbers; None: as many as have twice the hidden size.
-            groups: of heads that share ``states`` numbers each way.
+            heads: number of heads, each of ``head_dim`` numbers; None: as many as have twice the hidden size.
+            groups: number of groups of heads; those of a group share ``states`` numbers each way.
         """
         count = heads or 2 * hidden_size // head_dim
         inner, shared = count * head_dim, groups * states
@@ -281,8 +288,8 @@ class Attention:
         qk_pos_emb_head_dim: int,
         v_head_dim: int,
     ) -> Attention:
-        """Multi-latent attention: keys and values come from ``kv_lora_rank`` numbers (DeepSeek-V2, arXiv 2405.04434,
-        section 2.1).
+        """Return multi-latent attention, whose keys and values come from ``kv_lora_rank`` numbers (DeepSeek-V2, arXiv
+        2405.04434, section 2.1).
         """
         query, value = heads * (qk_head_dim + qk_pos_emb_head_dim), heads * v_head_dim
         asks = q_lora_rank * (hidden_size + query) if q_lora_rank else hidden_size * query
@@ -298,26 +305,28 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Of a mixture of experts, which have equally many tokens: what some of its layers have in the place of an MLP."""
+    """The experts that some layers have in place of an MLP. Each expert is assumed to get equally many tokens."""
 
     layers: frozenset[int]
-    """Counted from 1."""
+    """The layers that have experts, counted from 1."""
     count: int
     topk: int
-    """Of them, for each token."""
+    """Number of experts for each token."""
     ffn_hidden_size: int
-    """Of each."""
+    """Hidden units of each expert."""
     shared_ffn_hidden_size: int = 0
-    """Of what every token goes through besides."""
+    """Hidden units of the shared experts, which every token passes."""
     parts: int = 0
-    """In which they are on as many ranks; 0: cut like other weights."""
+    """Number of ranks over which they are spread; 0: cut like other weights."""
 
 
 def recomputed(
     granularity: str | None, method: str | None, num_layers: int | None, layers_of_stage: float
 ) -> float:
-    """The share of layers that Megatron's ``--recompute-granularity``, ``-method`` and ``-num-layers`` run again.
-    Anything but ``full`` drops less than counts: what a fused attention does not keep anyway.
+    """Return the share of layers that are run again in the backward.
+
+    The arguments are Megatron's ``--recompute-granularity``, ``-method`` and ``-num-layers``. Anything but ``full``
+    counts as nothing: it drops only what a fused attention does not keep anyway.
     """
     if granularity != "full":
         return 0.0
@@ -326,18 +335,18 @@ def recomputed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Bytes of a number."""
+    """Bytes of each kind of number."""
 
     dtype_bytes: int = 2
-    """Of a weight, and in activations and messages."""
+    """Bytes of a weight, and of a number in activations and messages."""
     gradient_bytes: int = 4
-    """At least; never fewer than those of its weight."""
+    """Bytes of a gradient, at least; never fewer than those of its weight."""
     moments_bytes: int | None = None
-    """Of both of Adam's moments of a weight; None: each is of float32, or longer."""
+    """Bytes of Adam's two moments of a weight together; None: each is float32, or longer."""
 
     @property
     def optimizer_bytes(self) -> int:
-        """Adam's of a weight: its moments, and a master copy where it is shorter than float32."""
+        """Adam's bytes for a weight: its moments, and a master copy if the weight is shorter than float32."""
         long = max(4, self.dtype_bytes)
         return (self.moments_bytes or 2 * long) + (long if self.dtype_bytes < long else 0)
 
@@ -352,27 +361,27 @@ def estimated_profile(
     micro_batch_size: int,
     vocab_size: int,
     precision: Precision = Precision(),  # frozen
-    flops_per_s: float = 2e14,
+    flops_per_s: float = 2e14,  # achieved by one of a worker's GPUs
     link_latency_s: float = 2e-5,
     link_bytes_per_s: float = 2.5e10,
     memory_bytes: int | None = None,
     tensor_parallel_size: int = 1,
-    context_parallel_size: int = 1,  # keys and values: exchanged meanwhile
+    context_parallel_size: int = 1,  # keys and values are exchanged while it computes
     sequence_parallel: bool = True,
     is_tied: bool = False,
-    is_gated: bool = True,
-    recomputed_share: float = 0.0,
+    is_gated: bool = True,  # MLPs have three products, as with SwiGLU, not two
+    recomputed_share: float = 0.0,  # share of layers that keep only their input for the backward
     experts: Experts | None = None,
     mtp_num_layers: int = 0,
-    unlike: Sequence[tuple[Attention, int]] = (),
+    unlike: Sequence[tuple[Attention, int]] = (),  # (attention, hidden units) of each layer
 ) -> Profile:
-    """Costs of a decoder-only transformer from FLOPs. ``is_gated``: its MLPs have three products, as with SwiGLU, not
-    two; ``recomputed_share``: of layers of which the backward has only the input; ``unlike``: attention and units of
-    each. A matrix product costs 2 FLOPs per weight and token, its two gradients the same each; attention scores
-    ``2 * 2 * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight
-    gradient. Activations count what a fused attention keeps. ``flops_per_s``: achieved by one of a worker's GPUs. With
-    ``sequence_parallel`` they share all that is kept; without, each keeps inputs of norms and of products behind them
-    whole (Korthikanti et al., arXiv 2205.05198, section 4.2).
+    """Return the costs of a decoder-only transformer, estimated from FLOPs.
+
+    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each. Attention scores cost ``2 * 2
+    * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight gradient.
+    Activations count what a fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all that is kept;
+    without, each keeps the inputs of norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198,
+    section 4.2).
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
@@ -419,8 +428,10 @@ def _ends(
     is_tied: bool,
     again: Sequence[LayerCost],
 ) -> tuple[LayerCost, LayerCost, LayerCost | None]:
-    """Embedding, head, and the weight that they share. With multi-token prediction the head joins two hidden states,
-    passes a layer and is a head once more for each that is to be passed ``again``.
+    """Return embedding, head, and the weight that they share, if any.
+
+    With multi-token prediction the head is computed once more for each layer in ``again``: it joins two hidden states,
+    passes that layer, and is a head again.
     """
     head_s, joined_s = 2 * tokens * words / rate, 4 * tokens * hidden_size**2 / rate
     kept = tokens * (whole // 2 + words // hidden_size)
@@ -434,7 +445,7 @@ def _ends(
 
 
 def _together(*layers: LayerCost) -> LayerCost:
-    """As one."""
+    """Return the sum of ``layers``, as one layer."""
     return LayerCost(
         **{one.name: sum(getattr(layer, one.name) for layer in layers) for one in fields(LayerCost)}
     )
@@ -447,8 +458,8 @@ def _shapes(
     experts: Experts | None,
     unlike: Sequence[tuple[Attention, int]],
 ) -> list[tuple[Attention, int, int, int, int]]:
-    """Of each transformer layer: attention, hidden units, those of all experts, those that a token passes, and experts
-    to choose from.
+    """Return for each transformer layer: attention, hidden units, those of all experts, those that a token passes, and
+    the number of experts to choose from.
     """
     found = []
     for layer, (own, units) in enumerate(unlike or [(attention, ffn)] * num_transformer_layers, start=1):
@@ -468,7 +479,9 @@ def _layer_cost(
     precision: Precision,
     parts: int,
 ) -> LayerCost:
-    """A layer that keeps ``kept`` numbers of activations and has ``weights`` parameters; of ``parts`` of it one."""
+    """Return the cost of one of ``parts`` of a layer that has ``weights`` parameters and keeps ``kept`` activation
+    numbers.
+    """
     kept, weights = kept // parts, weights // parts
     dtype_bytes, optimizer = precision.dtype_bytes, precision.optimizer_bytes
     forward_s, input_grad_s, weight_grad_s = times

@@ -1,4 +1,4 @@
-"""What a policy is, and what it proposes."""
+"""The interface of policies, and of the layouts that they propose."""
 
 from __future__ import annotations
 
@@ -14,58 +14,62 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A layout. Its bounds, and what has to move, follow from it."""
+    """A layout that a policy proposes. Its bounds, and what has to move, follow from it."""
 
     layout: Layout
     note: str
-    """What is special about it, for the table."""
+    """What is special about it, for the table of candidates."""
     name: str = ""
-    """For the table, where it is not the policy's."""
+    """Its name in the table, if it is not the policy's."""
     settles: bool = False
-    """There is no need to look at anything else."""
+    """Whether it is taken, if it fits, without looking at anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
-    """A layout that takes long to make, so that it is only made where its bounds say that it may win."""
+    """A proposed layout that takes long to make, so that it is made only if its bounds say that it may win."""
 
     make: Callable[[], Layout]
-    """May raise PlanInfeasible."""
+    """Makes the layout; may raise PlanInfeasible."""
     note: str
     least_step_s: float
-    """A bound, or an estimate that leaves out what messages and reductions cost."""
+    """A lower bound of the step, or an estimate that leaves out what messages and reductions cost."""
     fatal_share: float
     """See :meth:`odyssey_megatron.policy.case.Case.fatal_share`."""
     tighter: Callable[[], float] | None = None
-    """A better ``least_step_s``, for which it needs not be made."""
+    """Computes a better ``least_step_s`` without making the layout; None if there is no better one."""
     least_holders: int = 0
-    """Each layer gets so many, some without microbatches; 0: as many as the job asks for."""
+    """The least number of holders of each layer, shadows included; 0: as many as the job asks for."""
 
 
 class Policy:
     """One way to go on after a change of the cluster.
 
-    A file of ``policies/`` with an instance, ``POLICY``, is all that a new one takes: whatever is proposed is given its
-    bounds, its transfers and its schedule, verified, scored and put into the table by the others' rules.
+    To add a policy, add a file to ``policies/`` with an instance ``POLICY``. Every proposal is given its bounds,
+    transfers and schedule, verified, scored, and put into the table of candidates by the same rules.
     """
 
     name: str
-    """As in the table; its file has the same."""
+    """Its name in the table, and that of its file."""
     order: int = 100
-    """Of those that score alike the lower one is taken: what changes less."""
+    """Position among the policies. Of options that score alike the one with the lower order is taken, which should be
+    the one that changes less.
+    """
     by_flag: bool = False
-    """``--odyssey-policy`` may ask for it."""
+    """Whether ``--odyssey-policy`` may ask for it."""
     always: bool = False
-    """Whatever ``--odyssey-policy`` says: it does not compete with those that can be asked for."""
+    """Whether it counts as asked for whatever ``--odyssey-policy`` says: it does not compete with the policies of that
+    flag.
+    """
     stays: bool = False
-    """It changes nothing: the plan goes on under the name that it has."""
+    """Whether it changes nothing, so that the plan keeps the policy name that it has."""
     many_shapes: bool = False
-    """It proposes many of a kind, of which the most promising ones are scheduled, and which share a row if none is."""
+    """Whether it proposes many shapes. The most promising ones are scheduled; the others share one row of the table."""
 
     def propose(self, case: Case) -> Iterable[Proposal | Sketch]:
-        """Nothing where it does not apply.
+        """Return the policy's proposals; none where it does not apply.
 
         Raises:
-            PlanInfeasible: it applies and cannot be had; says why, for the table.
+            PlanInfeasible: the policy applies, but is impossible; the message is the reason in the table.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""``--odyssey-redundancy auto``: what redundancy costs while nothing fails, against what a failure costs without it."""
+"""The choice of ``--odyssey-redundancy auto``: the cost of redundancy against that of failures without it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from odyssey_megatron.policy.score import expected_tokens
 MODES = ("off", "state", "compute")
 
 _SIMPLEST = ("state", "off", "compute")
-"""Among those that are alike, the first of these."""
+"""Order of preference among modes that score alike."""
 
 _ALIKE = 1e-4
-"""A score that is this share better is not worth a more complex plan. A choice, not a measurement: so little is what a
-search leaves between two plans that are the same but for the order of their instructions.
+"""A score that is better by this share is not worth a more complex plan. This is a choice, not a measurement: two
+searches for the same plan differ by as little, in the order of their instructions.
 """
 
 
@@ -38,21 +38,21 @@ class Standing:
     fatal_share: float
     """Share of the workers whose loss ends in a restart from a checkpoint."""
     redo_s: float
-    """What the loss of one of the others makes the survivors do again, on average."""
+    """Seconds of work that the survivors must do again when one of the other workers is lost, on average."""
 
 
 def with_mode(job: JobSpec, mode: str) -> JobSpec:
-    """``job`` with one kind of redundancy; its ``least_holders`` are those wanted where there is any."""
+    """Return ``job`` with one mode of redundancy; its ``least_holders`` apply unless the mode is off."""
     least = 0 if mode == "off" else job.least_holders
     return replace(job, least_holders=least, eager_forwards=mode == "compute")
 
 
 def standing(mode: str, job: JobSpec, state: ClusterState, profile: Profile, *, resumes: bool) -> Standing:
-    """Works out ``mode`` for the failure-free layout.
+    """Work out ``mode`` for the failure-free layout.
 
     Args:
         job: with the ``least_holders`` wanted.
-        resumes: an interrupted step goes on where it was.
+        resumes: whether an interrupted step goes on where it was.
 
     Raises:
         PlanInfeasible: it does not fit memory.
@@ -73,17 +73,17 @@ def standing(mode: str, job: JobSpec, state: ClusterState, profile: Profile, *, 
 
 
 def _again_s(plan: Plan, costs: Costs) -> dict[int, float]:
-    """Worker -> expected seconds that a step takes longer when it dies in it.
+    """Return worker -> expected seconds by which a step is longer if the worker dies in it.
 
-    Half of its work is done at a random moment, and lost; the other holders of its layers do it again between them, but
-    for what they have run ahead. It is the cost of the microbatches concerned.
+    At a random moment half of its work is done, and lost. The other holders of its layers do it again between them,
+    except for forwards that they have run ahead. It is counted as the cost of the microbatches concerned.
     """
     lost_s = dict.fromkeys(plan.layout.workers, 0.0)
     for route in plan.layout.routes:
         for hop in route.hops:
             work_s = costs.spans.compute_s(hop.first, hop.last)
             lost_s[hop.worker] += len(route.microbatches) * work_s / 2
-    # Nothing is run ahead where the plan does not say so; reading a schedule takes its time.
+    # Looked for only if the plan has eager forwards: reading a schedule takes time.
     for one in eager_forwards(plan.schedule, plan.layout, costs) if plan.ahead else ():
         lost_s[one.routed] -= one.saves_s(plan.step_s)
     heirs: dict[int, set[int]] = {worker: set() for worker in plan.layout.workers}
@@ -101,11 +101,12 @@ def choose(
     mtbf_s: float,
     horizon_s: float,
 ) -> tuple[Standing, tuple[CandidateRow, ...]]:
-    """The one of ``among`` that should train the most tokens until the horizon, and a row for each with the reason.
+    """Return the mode of ``among`` that should train the most tokens until the horizon, and a row with the reason for
+    each.
 
-    The score is that of recoveries (``policy/score.py``): a longer step costs always, a failure after ``mtbf_s`` on
-    average. A fatal one costs the profile's ``restart_s``; another one its detection, new groups, and what is done
-    again. Among those that are alike state wins, which leaves later recoveries free to add shadows, and then off.
+    The score is that of recoveries (``policy/score.py``): a longer step costs always, and a failure after ``mtbf_s`` on
+    average. A fatal failure costs the profile's ``restart_s``; another one its detection, new groups, and what is done
+    again. Among modes that score alike state wins, which leaves later recoveries free to add shadows, and then off.
     """
     usual_step_s = standings[0].plan.step_s
 
@@ -156,7 +157,7 @@ def choose(
 def possible(
     among: Collection[str], job: JobSpec, state: ClusterState, profile: Profile, *, resumes: bool
 ) -> tuple[list[Standing], tuple[CandidateRow, ...]]:
-    """The standings of ``among``, that of off to compare them with, and a row for each that cannot be had.
+    """Return the standings of ``among``, that of off to compare them with, and a row for each mode that is impossible.
 
     Raises:
         PlanInfeasible: none of ``among`` fits.

@@ -1,9 +1,9 @@
-"""What it costs to have slow workers replaced: they leave between two steps, and fresh ones come in their place; or, of
-a cell, to have it come back without its slow ranks.
+"""The cost of having slow workers replaced.
 
-The rule for when to do so is that of renting or buying skis, where nobody knows how long winter lasts: replace once
-what slowness has cost so far reaches what replacing costs. That costs at most twice what the best choice would have,
-and no rule that does not know the end promises less (Karlin et al., "Competitive snoopy caching", Algorithmica 1988).
+They leave between two steps, and fresh ones take their place; or a slow cell comes back without its slow ranks. When to
+do so is decided as in the ski rental problem, where nobody knows how long winter lasts: replace once what slowness has
+cost so far reaches what replacing costs. That costs at most twice what the best choice would have, and no rule that
+does not know the end promises less (Karlin et al., "Competitive snoopy caching", Algorithmica 1988).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 
 _STEPS = 4
-"""That a rank which has started takes to be back: one until it is offered a place, one while the groups are connected,
-one while it is filled, one until it computes.
+"""Number of steps that a started rank takes to be back: one until it is offered a place, one while the groups are
+connected, one while it is filled, one until it computes.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Of having some workers replaced; times are of steps but for ``away_s`` and ``price_s``."""
+    """The cost of having some workers replaced. ``healthy_s``, ``kept_s`` and ``without_s`` are step times."""
 
     healthy_s: float
-    """With nobody slow."""
+    """The step if nobody were slow."""
     kept_s: float
-    """With what they do now."""
+    """The step with what the slow workers do now."""
     without_s: float
     away_s: float
     """How long the job is expected to go on without them."""
     pause_s: float
-    """Of the two changes together."""
+    """Time of the two changes together."""
     risk_s: float = 0.0
-    """That somebody is lost meanwhile who alone has some layer, and not before: what that costs on average."""
+    """What it costs on average that, meanwhile, a worker may be lost that alone has some layer, and did not before."""
 
     @property
     def lost(self) -> float:
@@ -47,13 +47,13 @@ class Price:
 
     @property
     def seconds(self) -> float:
-        """Of training: what is lost until they are back. Never less than staying slow for as long."""
+        """Seconds of training that are lost until they are back; never less than staying slow for as long."""
         while_away = max(self.lost, share_lost(self.without_s, self.healthy_s))
         return self.away_s * while_away + self.pause_s + self.risk_s
 
     @property
     def meanwhile(self) -> str:
-        """What is known of it, for the table."""
+        """How the job goes on until they are back, for the table."""
         risk = (
             f", {self.risk_s:.1f} s for the risk that a layer's last holder is lost then"
             if self.risk_s
@@ -64,26 +64,28 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smaller:
-    """A slow cell without its slow ranks."""
+    """A slow cell that goes on without its slow ranks."""
 
     without: tuple[int, ...]
     each: int
-    """Places of a whole cell that each of the others fills."""
+    """Number of places of a whole cell that each of the other ranks fills."""
     step_s: float
-    """Of the best plan with it."""
+    """The step of the best plan with it."""
 
     def gain(self, price: Price) -> float:
-        """Steps are so much faster than with the slow ranks."""
+        """Return by how much steps are faster than with the slow ranks."""
         return price.kept_s / self.step_s - 1
 
     def saved_s(self, price: Price, cost_s: float) -> float:
-        """Of the training that slowness has cost, what would not have been lost without the slow ranks."""
+        """Return how much of ``cost_s``, the training that slowness has cost, would have been saved without the slow
+        ranks.
+        """
         still = share_lost(self.step_s, price.healthy_s)
         return cost_s * max(0.0, 1 - still / price.lost) if price.lost > 0 else 0.0
 
 
 def places_each(job: JobSpec, cell: WorkerState, without: int) -> int:
-    """How many places of a whole cell each rank of ``cell`` fills once it goes on ``without`` so many of them.
+    """Return the number of places that each rank of ``cell`` fills once it goes on ``without`` that many of its ranks.
 
     Raises:
         PlanInfeasible: it cannot.
@@ -100,25 +102,26 @@ def places_each(job: JobSpec, cell: WorkerState, without: int) -> int:
 
 
 def share_lost(step_s: float, healthy_s: float) -> float:
-    """Of the training of steps of ``healthy_s``, by such as take ``step_s``."""
+    """Return the share of training that is lost if steps take ``step_s`` instead of ``healthy_s``."""
     return max(0.0, 1 - healthy_s / step_s)
 
 
 def away_s(start_s: float, step_s: float) -> float:
-    """From a worker's last step until its replacement's first: ``start_s``, as this job's processes have taken, and the
-    steps of joining.
+    """Return the time from a worker's last step until its replacement's first.
+
+    It is ``start_s``, the time that this job's processes took to start, and the steps of joining.
     """
     return start_s + _STEPS * step_s
 
 
 def takes_a_risk(without: Layout, before: Layout) -> bool:
-    """Whether layers would have a single holder that have more, so that the next loss would end the job."""
+    """Return whether a layer would have a single holder that has more now, so that the next loss would end the job."""
     alone, has = ({layer for layers in one.alone().values() for layer in layers} for one in (without, before))
     return not alone <= has
 
 
 def row(price: Price, cost_s: float, threshold_s: float, *, chosen: bool) -> CandidateRow:
-    """Of the table: what it costs and gains."""
+    """Return the table's row for replacing slow workers: what it costs and gains."""
     sign = ">=" if chosen else "<"
     return CandidateRow(
         name="replace",
@@ -135,7 +138,7 @@ def row(price: Price, cost_s: float, threshold_s: float, *, chosen: bool) -> Can
 
 
 def row_smaller(found: Smaller, price: Price, cost_s: float, *, chosen: bool) -> CandidateRow:
-    """Of the table: what it costs and gains to go on without the slow ranks of a cell."""
+    """Return the table's row for going on without the slow ranks of a cell: what it costs and gains."""
     saved_s = found.saved_s(price, cost_s)
     return CandidateRow(
         name="smaller",
@@ -152,7 +155,7 @@ def row_smaller(found: Smaller, price: Price, cost_s: float, *, chosen: bool) ->
 
 
 def with_row(rows: Collection[CandidateRow], first: CandidateRow) -> tuple[CandidateRow, ...]:
-    """``first`` is what was chosen, and of ``rows`` the chosen one is what is done until then."""
+    """Return ``rows`` behind ``first``, which was chosen; the row chosen before says what is done until then."""
     return (
         first,
         *(
@@ -170,4 +173,4 @@ class WithoutThem:
     plan: Plan
     rows: tuple[CandidateRow, ...]
     gives_first: bool = False
-    """They alone have some layers: with ``plan``, in which they still are, others take these over."""
+    """Whether they alone have some layers. They are still in ``plan`` then, in which others take these over."""

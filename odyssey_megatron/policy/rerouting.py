@@ -18,13 +18,13 @@ def reroute(
     costs: Costs,
     speeds: Mapping[int, float] | None = None,
 ) -> Layout:
-    """``previous`` without the dead: their microbatches go through other holders of the same layers.
+    """Return ``previous`` without the dead: their microbatches go through other holders of the same layers.
 
-    No state moves. Each microbatch of a dead worker is given, in order, to the holder that is done first
-    with what it has so far; so is each of a slow one, itself among the holders, which leaves it the share that its
-    speed allows. Of holders that are done together it is the one on the earliest route, in an order that does not
-    depend on numbers: whichever replica has died, what is left looks the same, and is known if it was looked at.
-    Source: ReCycle's adaptive pipelining (arXiv 2405.14009), here for any holders and speeds (§8.2).
+    No state moves. Each microbatch of a dead worker is given, in order, to the holder that would be done first with
+    what it has so far. So is each microbatch of a slow worker, which is itself among the holders and keeps the share
+    that its speed allows. Of holders that would be done together, the one on the earliest route is taken, in an order
+    that does not depend on numbers: whichever replica has died, the result looks the same, and is known if it was
+    worked out before. Source: ReCycle's adaptive pipelining (arXiv 2405.14009), here for any holders and speeds (§8.2).
 
     Raises:
         PlanInfeasible: some layer has no other holder.
@@ -41,7 +41,7 @@ def reroute(
         for hop in route.hops:
             if hop.worker in steady:
                 spread.add_load(hop, len(route.microbatches))
-    # Microbatch by microbatch over all broken routes, so that the first ones do not take the best holders.
+    # Microbatch by microbatch over all broken routes, so that the first routes do not take the best holders.
     paths: dict[int, tuple[Hop, ...]] = {}
     for route in previous.routes:
         broken = any(hop.worker not in steady for hop in route.hops)
@@ -62,9 +62,11 @@ def reroute(
 def heirs(
     layout: Layout, costs: Costs, speeds: Mapping[int, float] | None = None
 ) -> dict[tuple[int, int], int]:
-    """(microbatch, first layer of a hop) -> the worker that :func:`reroute` gives the hop to if its own dies.
+    """Return the heir of each hop: (microbatch, first layer of a hop) -> the worker that gets the hop if its own worker
+    dies.
 
-    Only where that worker could run the forward ahead (:mod:`odyssey_megatron.plan.eager`): it has the hop's input.
+    That is the one that :func:`reroute` would choose. Only workers that could run the forward ahead count, because they
+    have the hop's input (:mod:`odyssey_megatron.plan.eager`).
     """
     found: dict[tuple[int, int], int] = {}
     several: dict[int, list[tuple[Hop, tuple[int, ...], set[int]]]] = {}
@@ -93,7 +95,9 @@ def heirs(
 
 
 def _places(layout: Layout) -> dict[int, int]:
-    """Worker -> where its first route is, of all sorted by their kind and then by microbatches, as orders have them."""
+    """Return worker -> position of its first route, with routes sorted by size, kind and microbatches, as orders have
+    them.
+    """
     found: dict[int, int] = {}
     in_order = sorted(layout.routes, key=lambda one: (-len(one.microbatches), one.spans, one.microbatches))
     for place, route in enumerate(in_order):
@@ -103,7 +107,7 @@ def _places(layout: Layout) -> dict[int, int]:
 
 
 class _Spread:
-    """Hands visits to the holder that would finish first; keeps each worker's load in seconds."""
+    """Gives visits to the holder that would finish first; keeps each worker's load in seconds."""
 
     def __init__(
         self,
@@ -122,13 +126,13 @@ class _Spread:
         self.load[hop.worker] = self.load.get(hop.worker, 0.0) + count * seconds
 
     def cover(self, first: int, last: int) -> list[Hop]:
-        """Hops over ``[first, last)``: as few as the holders allow, then whoever would be done first."""
+        """Return hops over ``[first, last)``: as few as the holders allow, each on whoever would be done first."""
         hops = []
         while first < last:
             if (first, last) not in self.choices:
                 self.choices[first, last] = self._choices(first, last)
             end, heap = self.choices[first, last]
-            # Loads only grow, so an entry that is still true is the least.
+            # Loads only grow, so the least entry is right if it is still true.
             while True:
                 finish, place, worker = heap[0]
                 now = self.load.get(worker, 0.0) + self._seconds(first, end, worker)
@@ -141,7 +145,9 @@ class _Spread:
         return hops
 
     def _choices(self, first: int, last: int) -> tuple[int, list[tuple[float, int, int]]]:
-        """How far the furthest-reaching holders of layer ``first`` go, and (when done, place, worker) of each."""
+        """Return how far the furthest-reaching holders of layer ``first`` go, and a heap of (when done, place, worker)
+        of them.
+        """
         reach: dict[int, list[int]] = {}
         for worker in self.holders[first]:
             end = first + 1

@@ -1,4 +1,4 @@
-"""The objective: tokens expected to the horizon."""
+"""The objective: the tokens that are expected to be trained until the horizon."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 from odyssey_megatron.cluster.state import ClusterState
 
 _PRIOR_FAILURES = 1.0
-"""Weight of the configured mean time between failures, in failures seen."""
+"""Weight of the configured mean time between failures, in observed failures."""
 
 
 def mean_time_between_failures_s(state: ClusterState, mtbf_s: float, now_s: float) -> float:
-    """Time between failures, by the rate of them that is to be expected: (observed time + b0) / (failures + a0).
+    """Return the expected time between failures: (observed time + b0) / (failures + a0).
 
-    Exponential gaps, whose rate has a Gamma prior of shape a0 = 1 and rate b0 = ``mtbf_s``: this is the inverse of the
-    rate's posterior mean (the time's own is longer: one failure less below the line).
-    Deaths at one moment (a node, a switch) count as one failure.
+    Gaps are taken to be exponential, with a Gamma prior of shape a0 = 1 and rate b0 = ``mtbf_s`` for their rate. This
+    is the inverse of the rate's posterior mean; the posterior mean of the time itself is longer, as it has one failure
+    less in the denominator. Deaths at one moment (a node, a switch) count as one failure.
     """
     moments = len({round(t, 1) for t in state.failure_times_s})
     observed_s = max(0.0, now_s - state.started_s)
@@ -35,17 +35,17 @@ def expected_tokens(
     pause_s: float = 0.0,
     usual_step_s: float = 1.0,
 ) -> float:
-    """Tokens trained until the next failure or the horizon, whichever is first.
+    """Return the expected tokens trained until the next failure or the horizon, whichever is first.
 
-    (tokens / step_s) * E[(min(D, H) - T)+] with D exponential of mean M, T the transition, H the horizon:
-    E = M (e^(-T/M) - e^(-H/M)). For H -> infinity this is (B/t) M e^(-T/M), and D fixed instead of
-    exponential gives Eq. 8 of Chameleon (arXiv 2508.21613). Zero where the transition outlasts the horizon.
+    They are (tokens / step_s) * E[(min(D, H) - T)+] with D exponential of mean M, T the transition, H the horizon: E =
+    M (e^(-T/M) - e^(-H/M)). For H -> infinity this is (B/t) M e^(-T/M), and D fixed instead of exponential gives Eq. 8
+    of Chameleon (arXiv 2508.21613). Zero if the transition outlasts the horizon.
 
-    ``fatal_share`` of the workers are the only holder of some layer. If the next failure hits one of them, the job
-    ends, which costs :func:`next_loss_s`; otherwise it goes on after ``pause_s``, of which counts as much as fits
-    before the horizon (:func:`expected_loss_s`). Both are charged to the layout that takes the risk, at
-    ``usual_step_s``, which is the same for all layouts: a faster one must not pay more for the same wait.
-    A layout that risks more than it can gain has a negative score.
+    ``fatal_share`` is the share of workers that are the only holder of some layer. If the next failure hits one of
+    them, the job ends, which costs :func:`next_loss_s`. Otherwise it goes on after ``pause_s``, which counts as far as
+    it is before the horizon (:func:`expected_loss_s`). Both are charged to the layout that takes the risk, at
+    ``usual_step_s``, which is the same for all layouts: a faster one must not pay more for the same wait. A layout that
+    risks more than it can gain has a negative score.
     """
     if transition_s >= horizon_s:
         return 0.0
@@ -56,13 +56,13 @@ def expected_tokens(
 
 
 def next_loss_s(fatal_share: float, restart_s: float, left: float, mtbf_s: float, horizon_s: float) -> float:
-    """What it costs on average, in seconds of training as before, that a share of losses ends the job.
+    """Return the average cost, in seconds of training as before, of the risk that a loss ends the job.
 
-    ``fatal_share`` * (P(D < H) R + (1 - L) E[(H - D - R)+]), with D exponential of mean M, the time to the next loss
-    (:func:`mean_time_between_failures_s`); H the horizon; R = ``restart_s``, until the job trains again, and the work
-    that is done again (:func:`restart_cost_s`); and L = ``left``, the speed of what is started then, in whole pipelines
-    (``Case.left``), beside that of before: it stays until somebody adds workers, here until the horizon. E[(X - D)+] is
-    X - M (1 - e^(-X/M)).
+    It is ``fatal_share`` * (P(D < H) R + (1 - L) E[(H - D - R)+]). D is the time to the next loss, exponential of mean
+    M (:func:`mean_time_between_failures_s`), and H the horizon. R = ``restart_s`` is the time until the job trains
+    again, and has done the lost work again (:func:`restart_cost_s`). L = ``left`` is the speed of what is started then,
+    in whole pipelines (``Case.left``), relative to before. It stays so until somebody adds workers; here, until the
+    horizon. E[(X - D)+] is X - M (1 - e^(-X/M)).
     """
     within = -math.expm1(-horizon_s / mtbf_s)
     rest_s = max(0.0, horizon_s - restart_s)
@@ -71,29 +71,30 @@ def next_loss_s(fatal_share: float, restart_s: float, left: float, mtbf_s: float
 
 
 START_S = 100.0
-"""Of a job of 32 GPUs, at the least: a measured start lacks what a cluster takes to give nodes again. Megatron-LM's
-own start, as TrainMover (OSDI 2026) has measured it with 32."""
+"""The least start time of a job, here of 32 GPUs: a measured start lacks the time in which a cluster provides nodes
+again. It is Megatron-LM's own start with 32 GPUs, as TrainMover (OSDI 2026) has measured it.
+"""
 
 
 def restart_cost_s(
     started_after_s: float, save_steps: int, step_s: float, trained_s: float, given_s: float = 0.0
 ) -> float:
-    """What a restart from a checkpoint costs: the start, and the steps since the checkpoint, which are lost.
+    """Return the cost of a restart from a checkpoint: the start, and the lost steps since the checkpoint.
 
-    max(``started_after_s``, :data:`START_S`) + min(``trained_s``, ``save_steps`` * ``step_s`` / 2): on average half of
-    what lies between two saves is lost, and all that was trained where nothing has been saved, or ever is
-    (``save_steps`` 0).
+    It is max(``started_after_s``, :data:`START_S`) + min(``trained_s``, ``save_steps`` * ``step_s`` / 2). On average
+    half of the steps between two saves is lost. All that was trained is lost if nothing has been saved, or is ever
+    saved (``save_steps`` 0).
 
     Args:
-        started_after_s: measured, of this job.
-        given_s: ``--odyssey-restart-s``, which is taken as it is; 0: not given.
+        started_after_s: the start, as measured for this job.
+        given_s: ``--odyssey-restart-s``, which is returned as it is; 0: not given.
     """
     lost_s = min(trained_s, save_steps * step_s / 2) if save_steps else trained_s
     return given_s or max(started_after_s, START_S) + lost_s
 
 
 def expected_loss_s(pause_s: float, mtbf_s: float, horizon_s: float) -> float:
-    """What of a pause after the next failure falls before the horizon, on average.
+    """Return how much of a pause after the next failure is before the horizon, on average.
 
     With P = ``pause_s``: E[min(P, (H - D)+)] = r - M e^(-(H-r)/M) (1 - e^(-r/M)), r = min(P, H).
     """

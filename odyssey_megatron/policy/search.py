@@ -1,4 +1,4 @@
-"""The search for ragged pipelines over the workers that are left."""
+"""The search for ragged pipelines, of any lengths, over the workers that are left."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from odyssey_megatron.policy.turns import TURNS, Preempted
 def search_for(
     costs: Costs, budget_bytes: int | None, optimizer_copies: int = 0, *, revisits: bool = False
 ) -> Search:
-    """The search of these costs, with what it has worked out so far: the next decision reuses it. As in
-    :mod:`odyssey_megatron.plan.known`, that of the costs in use and that of the next ones is kept.
+    """Return the search for these costs, with what it has worked out so far, which the next decision reuses.
 
-    ``revisits``: routes may visit a worker more than once.
+    As in :mod:`odyssey_megatron.plan.known`, those for the costs in use and for the next ones are kept. ``revisits``:
+    routes may visit a worker more than once.
     """
     return Search(costs, budget_bytes, optimizer_copies, revisits=revisits)
 
 
 class Search:
-    """What has been found out about pipelines for one job, kept for all the decisions that ask.
+    """What has been found out about pipelines for one job, kept for all later decisions.
 
     Chameleon's Algorithm 1 (arXiv 2508.21613) enumerates integer partitions of the workers, remainders of the
     microbatches and remainders of the layers, and simulates each. Here the splits are min-max by construction
-    (``splits.py``), the shares exact for the rates, and first only lengths that differ by one are looked at
-    (``balanced.py``): on layers of like cost a more uneven partition has a slower slowest stage. Of the most promising
-    numbers of pipelines all lengths are looked at (``partition.py``).
+    (``splits.py``), and the shares are exact for the rates. First only lengths that differ by one are looked at
+    (``balanced.py``): with layers of similar cost, a more uneven partition has a slower slowest stage. All lengths are
+    looked at for the most promising numbers of pipelines (``partition.py``).
 
     Args:
-        optimizer_copies: how often each layer's optimizer state is kept; 0: by every holder.
-        revisits: routes that visit workers more than once are looked at, too.
-        sums: the copies of optimizer state to whose owners gradients go, if ``costs`` know of them already.
+        optimizer_copies: number of copies of each layer's optimizer state; 0: one with every holder.
+        revisits: whether routes that visit workers more than once are looked at, too.
+        sums: number of copies of optimizer state to whose owners gradients go, if ``costs`` already count with them.
         legs, ample, sorts: see :class:`Splits`.
     """
 
@@ -72,7 +72,7 @@ class Search:
             for more in ways.LEGS
             if revisits
         )
-        """The same with more legs."""
+        """Searches for the same job with more legs."""
         self.divided: dict[tuple[int, int, int], tuple[Shape, ...]] = {}
         """What ``policy/divide.py`` has found."""
         self._shared: dict[int, Search] = {}
@@ -85,9 +85,10 @@ class Search:
     # -- the same job, seen otherwise -----------------------------------------------------------------------------
 
     def sharing(self, pipelines: int) -> Search:
-        """This search, where each layer's optimizer state is shared out among the holders in so many pipelines.
+        """Return the search in which each layer's optimizer state is cut over the holders in that many pipelines.
 
-        Of many only the first three binary digits count: what is kept of the state is little then, and searches few.
+        Only the first three binary digits of large numbers count: little state is kept then, and there are few
+        searches.
         """
         rounded = max(0, pipelines.bit_length() - (4 if pipelines < 16 else 3))
         pipelines, splits = pipelines >> rounded << rounded, self.splits
@@ -123,11 +124,11 @@ class Search:
         *,
         thorough: bool = False,
     ) -> tuple[Partition, ...]:
-        """The best for each number of pipelines, of any lengths, fastest first.
+        """Return the best partition, of any lengths, into each number of pipelines, fastest first.
 
         Args:
-            slow: besides ``num_workers``.
-            thorough: nobody waits for it: of many workers more is looked at, which later calls then know; and a thread
+            slow: the slow workers besides ``num_workers``.
+            thorough: nobody waits for it: with many workers more is looked at, which later calls then know. A thread
                 that decides goes first.
         """
         return TURNS.run(
@@ -146,7 +147,7 @@ class Search:
                     if sorts
                     else partition.ranked(self, workers, microbatches, thorough=thorough)
                 )
-            except Preempted:  # begun anew it is to go the same way: orders are kept elsewhere
+            except Preempted:  # it is to take the same way when it starts over: orders are kept elsewhere
                 for search in (self, *self.turned):
                     for one in (search, *search._shared.values()):
                         one._pipelines.pop((workers, sorts, microbatches), None)
@@ -154,7 +155,7 @@ class Search:
         return self._partitions[key]
 
     def pipelines(self, num_workers: int, slow: tuple[int, ...], num_microbatches: int) -> Pipelines:
-        """What is known of pipelines of these workers."""
+        """Return what is known of pipelines of these workers."""
         key = num_workers, slow, num_microbatches
         if key not in self._pipelines:
             known = self.pipelines(num_workers, (), num_microbatches) if slow else None
@@ -162,7 +163,7 @@ class Search:
         return self._pipelines[key]
 
     def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> Shape:
-        """``found`` with its stages. Raises PlanInfeasible."""
+        """Return ``found`` with its stages. Raises PlanInfeasible."""
         search = self._with_legs(found.legs)
         if not found.shares:
             return search.shape(num_workers, num_microbatches, found.number)
@@ -183,8 +184,10 @@ class Search:
         )
 
     def weights_late_s(self, number: int, num_workers: int, shares: Shares = ()) -> float:
-        """:func:`odyssey_megatron.plan.gathers.weights_late_s` of so many pipelines: of those that are alike one will
-        do. Without ``shares`` balanced ones.
+        """Return :func:`odyssey_megatron.plan.gathers.weights_late_s` for ``number`` pipelines; balanced ones without
+        ``shares``.
+
+        One of several pipelines that are alike is enough for it.
         """
         if not 0 < self.copies < number:
             return 0.0
@@ -205,13 +208,15 @@ class Search:
         return self._late_s[pipelines]
 
     def waits_s(self, found: Partition, num_workers: int) -> float:
-        """:meth:`weights_late_s` of ``found``, as far as its estimate does not know it."""
+        """Return the part of :meth:`weights_late_s` of ``found`` that its estimate does not include."""
         if found.shares and num_workers <= MANY_WORKERS:
             return least_late_s(self.splits.costs, found.number, self.copies)
         return self._with_legs(found.legs).weights_late_s(found.number, num_workers, found.shares)
 
     def lengths(self, found: Partition, num_workers: int) -> str:
-        """Stages of each pipeline: ``8+8+7``; ``125x8+3x7`` where there are many; and how routes go through them."""
+        """Describe the stages of each pipeline, and how routes go through them: ``8+8+7``, or ``125x8+3x7`` if there
+        are many.
+        """
         way = ways.LEGS.get(found.legs, "")
         counts = [*Counter(stages_of(kind) for kind, _ in found.shares).items()] or even(
             num_workers, found.number, self.splits.most_stages
@@ -220,12 +225,13 @@ class Search:
             return "+".join(f"{count}x{length}" for length, count in counts) + way
         return "+".join(str(length) for length, count in counts for _ in range(count)) + way
 
-    # -- balanced ones --------------------------------------------------------------------------------------------
+    # -- balanced pipelines ---------------------------------------------------------------------------------------
 
     def ranked(self, num_workers: int, num_microbatches: int) -> tuple[tuple[float, int], ...]:
-        """(estimated step, number of pipelines) of every balanced shape that fits, fastest first.
+        """Return (estimated step, number of pipelines) of every balanced shape that fits, fastest first.
 
-        Large clusters: of all numbers of pipelines with the same lengths only the least and the greatest.
+        In large clusters, of all numbers of pipelines with the same lengths only the least and the greatest are looked
+        at.
         """
         if (num_workers, num_microbatches) not in self._ranked:
             most = min(num_workers, num_microbatches)
@@ -239,11 +245,11 @@ class Search:
         return self._ranked[num_workers, num_microbatches]
 
     def estimate_s(self, num_workers: int, num_microbatches: int, pipelines: int) -> float | None:
-        """Estimated step of the balanced shape of so many pipelines; None if it does not fit."""
+        """Return the estimated step of the balanced shape with this number of pipelines; None if it does not fit."""
         return self.sharing(pipelines).balanced.estimate_s(num_workers, num_microbatches, pipelines)
 
     def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape:
-        """The balanced shape of so many pipelines.
+        """Return the balanced shape with this number of pipelines.
 
         Raises:
             PlanInfeasible: a stage would not fit; says how much memory the leanest split needs.
@@ -255,7 +261,7 @@ class Search:
         return found
 
     def why_not(self, stages: int) -> str:
-        """What keeps a pipeline of ``stages`` from fitting, and the nearest memory that would do."""
+        """Describe what keeps a pipeline of ``stages`` stages from fitting."""
         costs = self.splits.costs
         stages, spans = min(stages, self.splits.most_stages), costs.spans
         ends = Splits(costs).split(stages) or ()

@@ -1,4 +1,4 @@
-"""From pipelines without workers to a layout: who sits where, so that the fewest bytes move."""
+"""Seating: from pipelines without workers to a layout in which the fewest bytes move."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from odyssey_megatron.policy.kinds import Slow
 from odyssey_megatron.policy.shares import Rate, deal, min_max_shares
 
 Further = tuple[tuple[int, int, int], ...]
-"""A route of one microbatch: (seat, counted through all pipelines, first layer, last)."""
+"""The hops of one microbatch: (seat, first layer, last). Seats are counted through all pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Pipelines without workers: what a replan chooses among."""
+    """Pipelines without workers, each of whose stages is a *seat*. A replan chooses among shapes."""
 
     ends: tuple[tuple[int, ...], ...]
-    """Per pipeline, where each stage ends: as :mod:`odyssey_megatron.policy.ways` counts, with so many ``legs``."""
+    """For each pipeline, where each stage ends, in the order of :mod:`odyssey_megatron.policy.ways` with ``legs``."""
     shares: tuple[int, ...]
-    """Per pipeline, its number of microbatches."""
+    """Number of microbatches of each pipeline."""
     estimate_s: float
     legs: int = 1
     slow: tuple[tuple[int, Slow], ...] = ()
-    """(stage, counted through all pipelines, the sort of slow worker that it is cut for)."""
+    """(seat, the sort of slow worker that it is cut for)."""
     further: tuple[Further, ...] = ()
-    """Of microbatches besides, each through several pipelines' workers that hold what it needs there."""
+    """Routes of further microbatches, each of which goes through workers of several pipelines."""
 
 
 def place(
@@ -42,13 +42,14 @@ def place(
     speeds: Mapping[int, float] | None = None,
     slow: Mapping[int, Slow] | None = None,
 ) -> Layout:
-    """``shape`` on actual workers, so that the fewest bytes move; microbatches dealt out evenly in order.
+    """Return ``shape`` on actual workers, so that the fewest bytes move; microbatches are dealt out evenly in order.
 
-    Pipelines that got a worker of another speed (``speeds``) are cut and loaded again, to what it can do. ``slow``:
-    instead, workers of the sorts that ``shape`` is cut for, beside the others.
+    Args:
+        speeds: pipelines with a worker of another speed are cut and loaded again, to what it can do.
+        slow: workers besides the others, of the sorts that ``shape`` is cut for; instead of ``speeds``.
 
     Raises:
-        PlanInfeasible: fewer workers than stages.
+        PlanInfeasible: there are fewer workers than stages.
     """
     seats = [
         previous.with_tied(layer for first, last in spans for layer in range(first, last))
@@ -88,7 +89,7 @@ def place(
 def _slow_seats(
     seats: Sequence[Collection[int]], shape: Shape, slow: Mapping[int, Slow], previous: Layout, costs: Costs
 ) -> dict[int, int]:
-    """Seat -> the slow worker that sits there: of its sort the one that lacks the fewest bytes."""
+    """Return seat -> the slow worker that sits there: the one of its sort that lacks the fewest bytes."""
     taken: dict[int, int] = {}
     for seat, sort in shape.slow:
         there = [worker for worker, own in slow.items() if own == sort and worker not in taken.values()]
@@ -106,7 +107,7 @@ def _slow_seats(
 def _at_speed(
     shape: Shape, pipelines: Sequence[tuple[int, ...]], costs: Costs, speeds: Mapping[int, float]
 ) -> Shape:
-    """``shape`` with boundaries and shares for the speeds of the workers that have its seats."""
+    """Return ``shape`` with boundaries and shares for the speeds of the workers on its seats."""
     work = [costs.layers[layer].compute_s for layer in ways.turns(len(costs.layers), shape.legs)]
     cuts, rates = [], []
     for pipeline, ends in zip(pipelines, shape.ends, strict=True):

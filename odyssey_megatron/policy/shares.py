@@ -1,4 +1,4 @@
-"""How many microbatches each pipeline gets."""
+"""The number of microbatches that each pipeline gets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLACK = 1 + 1e-9
-"""Sums of floats that are equal on paper must compare equal."""
+"""Relative tolerance: sums of floats that are equal on paper must compare equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast a pipeline is: a microbatch each ``each_s``, after a warm-up of ``head_s``."""
+    """How fast a pipeline is: it does a microbatch every ``each_s``, after a warm-up of ``head_s``."""
 
     head_s: float
     each_s: float
@@ -22,10 +22,10 @@ class Rate:
 
 
 def finish_s(count: int, rates: Sequence[tuple[Rate, int]]) -> float:
-    """The least time in which pipelines, given as (rate, how many), can do ``count`` microbatches.
+    """Return the least time in which pipelines, given as (rate, number of pipelines), can do ``count`` microbatches.
 
-    The time is that of some pipeline's last microbatch. With fractions allowed it would be ``fluid``, and rounding
-    down loses each pipeline less than one, so the answer is within one microbatch of the slowest above it.
+    The time is that of some pipeline's last microbatch. If fractions were allowed it would be ``fluid``. Rounding down
+    loses each pipeline less than one microbatch, so the answer is at most one microbatch of the slowest above that.
     """
     paced = [(rate, n) for rate, n in rates if rate.each_s > 0]
     if not paced:
@@ -51,10 +51,10 @@ def _done_by(time_s: float, rate: Rate) -> int:
 
 
 def min_max_shares(count: int, rates: Sequence[Rate]) -> tuple[int, ...]:
-    """Splits ``count`` microbatches so that the slowest pipeline finishes earliest; each gets at least one.
+    """Split ``count`` microbatches so that the slowest pipeline finishes earliest; each gets at least one.
 
-    Min-max with integer shares is exact when each pipeline gets what it can finish in the least time that
-    suffices, and surplus is taken from whoever finishes last.
+    Min-max with integer shares is exact if each pipeline gets what it can finish in the least time that suffices, and
+    surplus is taken from the pipelines that finish last.
     """
     least = finish_s(count, [(rate, 1) for rate in rates])
     shares = [max(1, min(count, _done_by(least, rate))) for rate in rates]
@@ -67,7 +67,7 @@ def min_max_shares(count: int, rates: Sequence[Rate]) -> tuple[int, ...]:
 
 
 def deal(shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Microbatch ids 0..sum-1 for each pipeline, spread evenly: round-robin where shares are equal."""
+    """Return the microbatch ids 0..sum-1 of each pipeline, spread evenly: round-robin if shares are equal."""
     order = sorted(
         ((2 * i + 1) / (2 * share), pipeline) for pipeline, share in enumerate(shares) for i in range(share)
     )

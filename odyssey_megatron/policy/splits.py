@@ -1,4 +1,4 @@
-"""How the layers of a job are split into the stages of a pipeline, whatever the number of stages."""
+"""Splits of a job's layers into the stages of a pipeline, for any number of stages."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from odyssey_megatron.policy.stages import Stage
 _HEALTHY = Slow(1.0)
 
 Table = Sequence[Sequence[float]]
-"""[first][last] -> seconds a microbatch that a stage with layers ``[first, last)`` can sustain; 0.0 where that is none,
-infinite if it does not fit.
+"""[first][last] -> seconds per microbatch that a stage with layers ``[first, last)`` can sustain; 0.0 if there is no
+such stage, infinite if it does not fit.
 """
 
 Window = tuple[int, int]
-"""Between which layers a stage may end: ``ways.window``."""
+"""The range of layers in which a stage may end: ``ways.window``."""
 
 
 class Split(NamedTuple):
-    """Of a pipeline."""
+    """The stages of a pipeline."""
 
     ends: tuple[int, ...]
     """Where each stage ends, as :mod:`odyssey_megatron.policy.ways` counts."""
     slow_place: int = -1
-    """Which stage has the slow worker; -1: there is none."""
+    """The stage that has the slow worker; -1: there is none."""
 
 
 class Splits:
-    """For one job, of each kind of pipeline that was asked for, the best split.
+    """The best split of one job's layers for each kind of pipeline, worked out on demand.
 
     Args:
-        budget_bytes: memory of a worker; None: as much as there could be.
+        budget_bytes: memory of a worker; None: unlimited.
         legs: how often a route goes through its pipeline's workers.
-        sorts: of slow workers, by number.
-        ample: the splits of the same times with all the memory there could be, if somebody has them.
+        sorts: the sorts of slow workers, by number.
+        ample: the splits for the same times with unlimited memory, if there are some already.
     """
 
     def __init__(
@@ -65,44 +65,45 @@ class Splits:
         self._cut = cut_of(costs, legs)
         times_s = stage_times_s(costs, self._cut, budget_bytes, legs)
         self._limits = array("d", np.unique(times_s[(times_s > 0.0) & (times_s < inf)]))
-        """All that a slowest stage can take, ascending."""
+        """All times that the slowest stage can take, ascending."""
         self._tables = {-1: _table(times_s)}
-        """Sort of slow worker -> of its stages; -1: of healthy workers'."""
+        """Sort of slow worker -> times of its stages; -1: of healthy workers' stages."""
         self._found: dict[int, Split | None] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
 
     def split(self, kind: int) -> tuple[int, ...] | None:
-        """Stage ends such that the slowest stage is as fast as possible, then the others as equal as possible.
+        """Return stage ends such that the slowest stage is as fast as possible, then the others as equal as possible.
 
-        The slowest stage is one of all spans of layers, so their sorted times are bisected; whether a limit is
-        enough is seen by filling stages greedily, which is exact because a longer span is never faster. Few
-        stages at the limit leave the scheduler slack. None if nothing fits the memory.
+        None if nothing fits the memory. The slowest stage is one of all spans of layers, so their sorted times are
+        bisected. Filling stages greedily shows whether a limit is enough, which is exact because a longer span is never
+        faster. Few stages at the limit leave the scheduler slack.
 
-        Memory only ever makes a stage slower, so that what is best without it, and as fast with it, is best.
+        Memory only ever makes a stage slower, so a split that is best without a limit of memory, and as fast with it,
+        is best.
 
-        A slow worker is put where that allows for the fastest of all, and of these places as far back as can be: there
-        the fewest microbatches are in flight.
+        A slow worker is put where the pipeline is fastest, and of these places as far back as possible, where the
+        fewest microbatches are in flight.
         """
         found = self._split(kind)
         return None if found is None else found.ends
 
     def slow_place(self, kind: int) -> int:
-        """Which stage of a pipeline of this kind, which fits, has the slow worker; -1: there is none."""
+        """Return the stage that has the slow worker in a pipeline of this kind, which fits; -1: there is none."""
         found = self._split(kind)
         return -1 if found is None else found.slow_place
 
     def slow(self, kind: int) -> Slow:
-        """The sort of slow worker that one of a pipeline of this kind is; a healthy one if there is none."""
+        """Return the sort of the slow worker in pipelines of this kind; a healthy one if there is none."""
         return self.sorts[sort_of(kind)] if sort_of(kind) >= 0 else _HEALTHY
 
     def stages(self, kind: int) -> tuple[Stage, ...]:
-        """Of a pipeline of this kind that fits."""
+        """Return the stages of a pipeline of this kind, which fits."""
         if kind not in self._stages:
             self._stages[kind] = self.stages_once(kind)
         return self._stages[kind]
 
     def stages_once(self, kind: int) -> tuple[Stage, ...]:
-        """The same, not kept for who asks next: those of all kinds would be most of a search's memory."""
+        """Return the same without keeping it for later calls: those of all kinds would be most of a search's memory."""
         found, spans = self._split(kind) or Split(()), self.costs.spans
         own: list[list[tuple[int, int, int]]] = [[] for _ in found.ends]
         for hop, (place, first, last) in enumerate(ways.visits(found.ends, self.legs)):
@@ -125,7 +126,7 @@ class Splits:
         return tuple(stages)
 
     def kept_bytes(self, one: Stage) -> int:
-        """Of a worker of a pipeline: weights, gradients and optimizer state (:class:`Share`)."""
+        """Return the bytes of weights, gradients and optimizer state of a worker (:class:`Share`)."""
         both_ends = len(one.spans) > 1 and one.first == 0 and one.spans[-1][1] == self.last
         twice = self.costs.tied.kept_bytes if self.costs.tied and both_ends else 0
         whole = sum(self.costs.spans.kept_bytes(a, b) for a, b in one.spans) - twice
@@ -154,7 +155,7 @@ class Splits:
         return self._found[kind]
 
     def _of_ample(self, stages: int) -> Split | None:
-        """The best without regard to memory, if that is as fast with it."""
+        """Return the best split without regard to memory, if it is as fast with it."""
         if self.ample is None:
             return None
         ends, table = self.ample.split(stages), self._table(-1)
@@ -184,7 +185,7 @@ class Splits:
 
 
 def cut_of(costs: Costs, legs: int) -> Spans:
-    """What pipelines are cut into: the layers as :func:`ways.turns` orders them."""
+    """Return what pipelines are cut from: the layers in the order of :func:`ways.turns`."""
     if legs == 1:
         return costs.spans
     return Spans([costs.layers[layer] for layer in ways.turns(len(costs.layers), legs)])
@@ -193,11 +194,13 @@ def cut_of(costs: Costs, legs: int) -> Spans:
 def stage_times_s(
     costs: Costs, cut: Spans, budget_bytes: int | None, legs: int, slow: Slow = _HEALTHY
 ) -> NDArray[np.float64]:
-    """[first, last] -> seconds a microbatch that a stage of such a worker can sustain; infinite if it does not fit, 0.0
-    where that is none. ``cut``: see :func:`cut_of`.
+    """Return [first, last] -> seconds per microbatch that a stage of such a worker can sustain.
 
-    Its work, or, with room for k microbatches, a k-th of the time that one stays: down to the head, up
-    again, and through its own weight gradient (Little's law). With several legs each layer's stay is its own.
+    Infinite if it does not fit, 0.0 if there is no such stage. ``cut``: see :func:`cut_of`.
+
+    The time is that of its work; or, if there is room for k microbatches, a k-th of the time for which a microbatch
+    stays: down to the head, up again, and through the stage's own weight gradient (Little's law). With several legs
+    each layer's stay is its own.
     """
     work = cut.compute_s.table() / slow.speed
     found = work
@@ -225,7 +228,7 @@ def stage_times_s(
 
 
 def _byte_seconds(costs: Costs, legs: int) -> list[float]:
-    """Of the layers before each place of the cut, what they keep times how long at the least."""
+    """Return, for each place of the cut, what the layers before it keep times how long they keep it, at least."""
     spans, last, found = costs.spans, len(costs.layers), [0.0]
     for layer in ways.turns(last, legs):
         stay_s = spans.down_and_up_s(layer, last) + costs.layers[layer].weight_grad_s
@@ -234,18 +237,20 @@ def _byte_seconds(costs: Costs, legs: int) -> list[float]:
 
 
 def _table(times_s: NDArray[np.float64]) -> Table:
-    """Numbers, not objects: a search of memory that binds has a table for each number of pipelines."""
+    """Return arrays of numbers, not objects: if memory binds, a search has a table for each number of pipelines."""
     return [array("d", row) for row in times_s]
 
 
 def least_limit_s(limits: Sequence[float], enough: Callable[[float], bool]) -> float | None:
-    """The least of the ascending ``limits`` that is ``enough``, as all above it are; None if none is."""
+    """Return the least of the ascending ``limits`` that is ``enough``, as all above it are; None if none is."""
     at = bisect_left(limits, True, key=enough)
     return limits[at] if at < len(limits) else None
 
 
 def fits(table: Table, windows: Sequence[Window], limit_s: float) -> bool:
-    """Whether a pipeline can be cut such that no stage takes longer: stages are filled greedily."""
+    """Return whether a pipeline can be cut such that no stage takes longer than ``limit_s``; stages are filled
+    greedily.
+    """
     start, limit_s = 0, limit_s * SLACK
     for low, high in windows:
         times = table[start]
@@ -258,10 +263,10 @@ def fits(table: Table, windows: Sequence[Window], limit_s: float) -> bool:
 
 
 def even(tables: Sequence[Table], windows: Sequence[Window], limit_s: float) -> tuple[int, ...]:
-    """Least sum of squares among the splits within ``limit_s``, of which there is one; later stages the longer ones.
+    """Return the split with the least sum of squares within ``limit_s``, where there is one; later stages are longer.
 
-    First stages keep the most microbatches in flight, so what is uneven should not burden them. ``tables``: of each
-    stage's worker.
+    First stages keep the most microbatches in flight, so unevenness should not burden them. ``tables``: of each stage's
+    worker.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for table, (low, high) in zip(tables, windows, strict=True):

@@ -1,4 +1,4 @@
-"""The decision as people read it."""
+"""The table of candidates: a decision as people read it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from odyssey_megatron.plan.generation import CandidateRow
 
 
 def candidates_table(rows: Sequence[CandidateRow]) -> str:
-    """An aligned text table, the chosen row marked with ``*``."""
+    """Return an aligned text table, in which the chosen row is marked with ``*``."""
     cells = [("", "candidate", "step", "transition", "tokens to horizon", "next loss", "reason")]
     for row in rows:
         cells.append(

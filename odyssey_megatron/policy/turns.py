@@ -1,7 +1,7 @@
-"""Who works with a search: it is one thread's at a time, and a decision's before that of what may be asked next.
+"""Turns: one thread at a time works with a search, and decisions go before preparation.
 
 What a search knows is shared by decisions and by the thread that works out what the next ones will look up. That takes
-seconds; a recovery does not wait for it.
+seconds, for which a recovery must not wait.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ T = TypeVar("T")
 
 
 class Preempted(Exception):
-    """Somebody waits who goes first: what was begun is begun anew behind him."""
+    """A thread that goes first is waiting: the work is left, and starts over after it."""
 
 
 class Turns:
-    """Of threads, one of which decides."""
+    """Gives threads their turns."""
 
     def __init__(self) -> None:
         self._free = threading.Condition()
         self._owner: int | None = None
         self._yields = False
         self._waiting = 0
-        """Of those that do not yield."""
+        """Number of waiting threads that do not yield."""
 
     def run(self, work: Callable[[], T], *, yields: bool) -> T:
-        """What ``work`` gives, alone; within another work of this thread, at once.
+        """Return ``work()``, run while no other thread has the turn. Within other work of this thread it runs at once.
 
         Args:
-            yields: ``work`` is called again where somebody came who does not: it calls :meth:`check` now and then, and
-                is left there.
+            yields: whether the work is left for threads that do not yield. It must call :meth:`check` now and then, and
+                is called again after them.
         """
         if self._owner == threading.get_ident():
             return work()
@@ -42,7 +42,7 @@ class Turns:
                 return work()
 
     def check(self) -> None:
-        """Raises Preempted."""
+        """Raise Preempted if this thread has the turn and should leave it."""
         if self._waiting and self._yields and self._owner == threading.get_ident():
             raise Preempted
 
@@ -62,4 +62,4 @@ class Turns:
 
 
 TURNS = Turns()
-"""Of this process: so are its searches."""
+"""The turns of this process, which shares its searches."""

@@ -1,8 +1,8 @@
-"""Two-speed recovery: go on at once by routes alone, and move layers behind the back of the next steps.
+"""Two-speed recovery: go on at once by changing routes alone, and move layers behind the next steps.
 
-Parameters and optimizer state do not change from the end of one optimizer step to the start of the next, so new
-holders can be filled while forwards and backwards run. Only the second change of
-groups is then exposed, not the bytes.
+Parameters and optimizer state do not change from the end of one optimizer step to the start of the next, so new holders
+can be filled while forwards and backwards run. The job then waits only for the second change of groups, not for the
+bytes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from odyssey_megatron.policy.decide import Decision, at_once, decide_at_once, sc
 from odyssey_megatron.policy.profile import Profile
 
 _VISIT_S = 30e-6
-"""What it takes to schedule, lower and verify a microbatch's visit to a stage that nobody has scheduled before. Source:
-``python tests/benchmarks/planner.py``, of jobs whose pipelines are rerouted as one group.
+"""Time to schedule, lower and verify a microbatch's visit to a stage that was not scheduled before. Source: ``python
+tests/benchmarks/planner.py``, for jobs whose pipelines are rerouted as one group.
 """
 
 _HALVINGS = 12
-"""To a thousandth and less of what is looked for."""
+"""Number of bisection steps: to less than a thousandth of the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSpeed:
-    """Two plans in a row."""
+    """Two plans, one after the other."""
 
     first: Decision
-    """Needs no transfers."""
+    """What is done at once; it needs no transfers."""
     after_steps: int
-    """So many steps of it hide the transfers of ``direct``."""
+    """Number of its steps that hide the transfers of ``direct``."""
     direct: Decision
     tokens: float
-    """Expected to the horizon."""
+    """Tokens expected to the horizon."""
     direct_tokens: float
-    """The same for doing what ``direct`` says at once."""
+    """The same if ``direct`` is done at once."""
 
     @property
     def now(self) -> Plan:
@@ -55,11 +55,10 @@ class TwoSpeed:
 
 
 def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
-    """The two-speed form of ``direct``; None where it moves nothing, nothing can go on without moving, or no order of
-    what can would be fast enough.
+    """Return the two-speed form of ``direct``; None if there is none that would be fast enough.
 
-    Expected tokens are integrals of the rate over the time that no failure has come, exponential with mean M as
-    in :mod:`odyssey_megatron.policy.score`.
+    There is none if ``direct`` moves nothing, or nothing can go on without moving. Expected tokens are integrals of the
+    rate over the time without a failure, exponential with mean M as in :mod:`odyssey_megatron.policy.score`.
     """
     if not direct.best.transfers:
         return None
@@ -81,19 +80,21 @@ def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
     thinks_s = _thinks_s(direct.case)
 
     def wins(first_s: float) -> bool:
-        """Whether so long a step may: it takes at least one, and as many as hide what moves; all wait until it is
+        """Return whether a first step of this length wins.
+
+        The first plan runs for at least one step, and for as many as hide what moves. Everybody waits until it is
         worked out.
         """
         switch_s = profile.group_build_s + max(hidden_s, first_s)
         return in_turn(first_s, switch_s, thinks_s) > direct_tokens
 
     def longest_s(least_s: float) -> float:
-        """That a step of what cannot be faster than ``least_s`` may take; 0.0 if none may."""
+        """Return the longest first step that wins, if it cannot be below ``least_s``; 0.0 if none does."""
         if least_s * math.exp(-profile.group_build_s / mean) < then_s:
             return math.inf
-        return _last(wins, least_s) if wins(least_s) else 0.0  # slower steps only cost
+        return _last(wins, least_s) if wins(least_s) else 0.0  # slower steps only cost more
 
-    # What moves nothing has the routes of what was tried: it is no faster.
+    # Options that move nothing have the routes of those that were tried, so they are no faster.
     limit_s = longest_s(min((one.least_step_s for *_, one in direct.options.tried if one), default=math.inf))
     if not limit_s:
         return None
@@ -116,7 +117,7 @@ def two_speed(direct: Decision, config: OdysseyConfig) -> TwoSpeed | None:
 
 
 def _thinks_s(case: Case) -> float:
-    """How long it takes to work out what moves nothing; 0.0 of a single loss, which has been worked out before."""
+    """Return the time to work out what moves nothing; 0.0 for a single loss, which was worked out before."""
     layout = case.previous
     if len(set(layout.workers).difference(case.alive)) < 2:
         return 0.0
@@ -124,7 +125,9 @@ def _thinks_s(case: Case) -> float:
 
 
 def _last(holds: Callable[[float], bool], low: float) -> float:
-    """About up to where ``holds``, which does at ``low`` and from somewhere on does not; rather more."""
+    """Return about the largest value for which ``holds``, or slightly more. It holds at ``low``, and not above some
+    value.
+    """
     high = 2 * low
     while holds(high) and high < math.inf:
         low, high = high, 2 * high
@@ -135,7 +138,7 @@ def _last(holds: Callable[[float], bool], low: float) -> float:
 
 
 def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow, ...]:
-    """The decision table of ``both``, made from that of going there at once."""
+    """Return the decision table of ``both``, made from that of going there at once."""
     now = both.first
     chosen = CandidateRow(
         name=now.policy,
@@ -150,11 +153,12 @@ def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow
 
 
 def towards(target: Plan, *, current: Plan, state: ClusterState, profile: Profile) -> Plan:
-    """The next plan on the way from ``current`` to ``target``, each entered between two steps and stopping nothing.
+    """Return the next plan on the way from ``current`` to ``target``. Plans are entered between two steps, and stop
+    nothing.
 
-    First the new holders are filled behind a step of the current routes. Where only optimizer state moves, which a step
-    needs at its end, ``target`` at once; and where both layouts' state does not fit memory: then its workers wait for
-    what they lack.
+    First the new holders are filled behind a step of the current routes. ``target`` follows at once if only optimizer
+    state moves, which a step needs at its end, or if the state of both layouts does not fit memory: then workers wait
+    for what they lack.
     """
     alive, costs = state.alive, profile.costs
     transfers = plan_transfers(current.layout, target.layout, alive, costs)

@@ -1,9 +1,9 @@
-"""Which layers each worker of a pipeline has, where a microbatch goes through the workers once or more often.
+"""The layers of each worker of a pipeline, if a microbatch goes through its workers once or more often.
 
-Its way has legs: down the workers, up again, and so on. One leg is the usual pipeline, two are a V, four a W, each of
-as many layers as any other. Workers get parts of one sequence, in which the legs take turns: the first layer of the way
-down, the last of the way up, the second of the way down, and so on. So each has neighbouring layers of each leg, and
-where a leg ends it has them of two, in one visit.
+The way has legs: down the workers, up again, and so on. One leg is the usual pipeline, two are a V, four a W; all legs
+have equally many layers. Workers get consecutive parts of one sequence, in which the legs take turns: the first layer
+of the way down, the last of the way up, the second of the way down, and so on. So each worker has neighbouring layers
+of each leg. Where a leg ends the worker has the layers of two legs in one visit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import groupby, pairwise
 from odyssey_megatron.plan.layout import Hop, Route
 
 LEGS = {2: " in a V", 4: " in a W"}
-"""Of routes that visit workers more than once, and how they look in tables."""
+"""Numbers of legs other than one, and how they are described in tables."""
 
 Visit = tuple[int, int, int]
 """(place of the worker in its pipeline, first layer, last)."""
@@ -23,7 +23,7 @@ Visit = tuple[int, int, int]
 
 @lru_cache(maxsize=64)
 def turns(last: int, legs: int) -> tuple[int, ...]:
-    """The layers ``0..last`` in the order in which a pipeline of so many legs is cut.
+    """Return the layers before ``last`` in the order in which a pipeline with ``legs`` is cut.
 
     The outermost legs come first, so that the first worker gets embedding and head with a transformer layer each.
     """
@@ -38,7 +38,7 @@ def turns(last: int, legs: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def visits(ends: tuple[int, ...], legs: int) -> tuple[Visit, ...]:
-    """The route through a pipeline whose workers' parts of :func:`turns` end at ``ends``."""
+    """Return the visits of a route through a pipeline whose workers' parts of :func:`turns` end at ``ends``."""
     place_of = [0] * ends[-1]
     order = turns(ends[-1], legs)
     for place, (a, b) in enumerate(pairwise((0, *ends))):
@@ -53,13 +53,13 @@ def visits(ends: tuple[int, ...], legs: int) -> tuple[Visit, ...]:
 
 
 def route(workers: Sequence[int], ends: tuple[int, ...], legs: int, microbatches: tuple[int, ...]) -> Route:
-    """The same over ``workers``."""
+    """Return the same as a route over ``workers``."""
     hops = (Hop(worker=workers[place], first=a, last=b) for place, a, b in visits(ends, legs))
     return Route(microbatches=microbatches, hops=tuple(hops))
 
 
 def spans(ends: tuple[int, ...], legs: int) -> list[list[tuple[int, int]]]:
-    """Of each worker of a pipeline the layers of its visits."""
+    """Return, for each worker of a pipeline, the layers of its visits."""
     found: list[list[tuple[int, int]]] = [[] for _ in ends]
     for place, a, b in visits(ends, legs):
         found[place].append((a, b))
@@ -67,7 +67,7 @@ def spans(ends: tuple[int, ...], legs: int) -> list[list[tuple[int, int]]]:
 
 
 def window(stage: int, stages: int, last: int, legs: int) -> tuple[int, int]:
-    """Where the part of ``stage`` may end: embedding and head each come with a transformer layer."""
+    """Return the range in which the part of ``stage`` may end. Embedding and head come with a transformer layer."""
     if stage == stages - 1:
         return last, last
     first, behind = (2, 1) if legs == 1 else (legs + 2, 0)

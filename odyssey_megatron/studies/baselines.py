@@ -1,10 +1,10 @@
-"""Other systems, on the same costs and the same simulator, so that comparisons are honest.
+"""Other systems, modelled with the same costs and the same simulator, so that comparisons are fair.
 
-Each answers one question: the cluster changed, what do you run now and how long do you stand still? These are
-our models of them. Rules and constants are those of the papers (named where they are used), read in the system's favour
-where they leave a choice: all get Odyssey's min-max layer splits and microbatch shares, its assignment of seats, and no
-profiling errors. Each can also be had with our scheduler (``ours``): its own rule for layouts, and our order of what
-is in them, which shows what the rules alone are worth.
+Each model answers one question: when the cluster changes, what does the system run next, and how long does it stand
+still? Rules and constants are those of the papers (named where they are used). Where the papers leave a choice, they
+are read in the system's favour: all systems get Odyssey's min-max layer splits and microbatch shares, its assignment of
+seats, and no profiling errors. Each system can also be combined with our scheduler (``ours``): its own rule for
+layouts, and our order of the work in them. That shows what the rules alone are worth.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class World:
     profile: Profile
     workers: tuple[int, ...]
     mtbf_s: float
-    """True mean time between changes; Chameleon and the checkpoint interval are told it."""
+    """The true mean time between changes; Chameleon and the checkpoint interval are told it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class Running:
     layout: Layout | None
     step_s: float
     downtime_s: float
-    """Standing still before the first step."""
+    """Time that it stands still before the first step."""
     note: str = ""
     restarted: bool = False
-    """From a checkpoint."""
+    """Whether it was restarted from a checkpoint."""
 
 
 def fused(costs: Costs) -> Costs:
-    """The same layers with input and weight gradient in one."""
+    """Return the same layers with weight gradients as part of input gradients, in one backward."""
     layers = tuple(
         replace(layer, input_grad_s=layer.input_grad_s + layer.weight_grad_s, weight_grad_s=0.0)
         for layer in costs.layers
@@ -61,7 +61,7 @@ def fused(costs: Costs) -> Costs:
 
 @lru_cache(maxsize=4096)
 def one_f_one_b_step_s(layout: Layout, costs: Costs) -> float:
-    """A flushed step with fused backward in 1F1B's order and memory."""
+    """Return the time of a flushed step with fused backward, in 1F1B's order and memory."""
     whole = fused(costs)
     order = order_routes(layout, whole, in_flight_cap=activation_caps(layout, whole))
     return step_end_s(layout, whole, order.done_s)
@@ -69,7 +69,7 @@ def one_f_one_b_step_s(layout: Layout, costs: Costs) -> float:
 
 @lru_cache(maxsize=4096)
 def our_step_s(layout: Layout, profile: Profile) -> float:
-    """The same layout in our order, in all the memory that there is. Infinite where it does not fit."""
+    """Return the step of the same layout in our order, with all memory; infinite if it does not fit."""
     try:
         order = order_routes(layout, profile.costs, in_flight_cap=caps_for(layout, profile.costs))
     except PlanInfeasible:
@@ -78,7 +78,7 @@ def our_step_s(layout: Layout, profile: Profile) -> float:
 
 
 def fits(layout: Layout, costs: Costs) -> bool:
-    """Chameleon's Eq. 14 (arXiv 2508.21613): state and 1F1B's activations, on every worker."""
+    """Return whether state and 1F1B's activations fit on every worker: Chameleon's Eq. 14 (arXiv 2508.21613)."""
     if costs.memory_bytes is None:
         return True
     state, activations = state_bytes(layout, costs), one_f_one_b_bytes(layout, costs)
@@ -86,7 +86,7 @@ def fits(layout: Layout, costs: Costs) -> bool:
 
 
 def pipelines_fit(lengths: Sequence[tuple[int, ...]], costs: Costs) -> bool:
-    """Whether pipelines with stages that end so :func:`fits`, each alone."""
+    """Return whether pipelines with these stage ends fit, each alone: see :func:`fits`."""
     for ends in set(lengths):
         seats = tuple(range(len(ends)))
         route = pipeline_route(seats, ends, seats)
@@ -96,14 +96,14 @@ def pipelines_fit(lengths: Sequence[tuple[int, ...]], costs: Costs) -> bool:
 
 
 def healthy_layout(world: World, workers: Sequence[int]) -> Layout | None:
-    """Megatron's layout on as many whole replicas as ``workers`` make; None if not even one."""
+    """Return Megatron's layout on as many whole replicas as ``workers`` make; None if there is none."""
     pp = world.job.pipeline_model_parallel_size
     replicas = min(len(workers) // pp, world.job.num_microbatches)
     return megatron_on(world.job, sorted(workers)[: replicas * pp]) if replicas else None
 
 
 def megatron_on(job: JobSpec, workers: Sequence[int]) -> Layout:
-    """Megatron's layout on ``workers``, which make whole replicas."""
+    """Return Megatron's layout on ``workers``, which make whole replicas."""
     layout = megatron_layout(
         num_layers=job.num_layers,
         tied=job.is_tied,
@@ -119,8 +119,10 @@ def megatron_on(job: JobSpec, workers: Sequence[int]) -> Layout:
 
 
 def expected_rate(ends: tuple[int, ...], costs: Costs, *, ours: bool) -> Rate:
-    """What is expected of a pipeline: Eq. 9 for uneven stages, every microbatch at the slowest stage, and each other
-    stage once; with our scheduler only the way to the slowest stage comes on top, as in ``Search.rate``.
+    """Return the rate that is expected of a pipeline by Eq. 9 for uneven stages.
+
+    Every microbatch takes the time of the slowest stage, and each other stage counts once. With our scheduler only the
+    way to the slowest stage is added.
     """
     spans = [*pairwise((0, *ends))]
     times = [costs.spans.compute_s(a, b) for a, b in spans]
@@ -130,7 +132,7 @@ def expected_rate(ends: tuple[int, ...], costs: Costs, *, ours: bool) -> Rate:
 
 
 class System:
-    """A baseline. Stateless: everything it needs is in its arguments."""
+    """A baseline. It is stateless: everything that it needs is in the arguments."""
 
     name = ""
 
@@ -140,20 +142,20 @@ class System:
             self.name = f"{self.name}, our order"
 
     def start(self, world: World) -> Running:
-        """The healthy job."""
+        """Return how the healthy job runs."""
         return replace(self.restarted(world, world.workers, ""), downtime_s=0.0, restarted=False)
 
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
-        """What to run after the set of living workers changed."""
+        """Return what runs after the set of living workers changed."""
         raise NotImplementedError
 
     def step_s(self, world: World, layout: Layout) -> float:
-        """1F1B's; with our scheduler never slower."""
+        """Return the step in 1F1B's order; with our scheduler the faster of that and our order."""
         theirs = one_f_one_b_step_s(layout, world.profile.costs)
         return min(theirs, our_step_s(layout, world.profile)) if self.ours else theirs
 
     def restarted(self, world: World, alive: Sequence[int], note: str) -> Running:
-        """A restart from a checkpoint on what is left, in plain Megatron's layout."""
+        """Return a restart from a checkpoint on the workers that are left, in plain Megatron's layout."""
         layout = healthy_layout(world, alive)
         if layout is None:
             return Running(layout=None, step_s=math.inf, downtime_s=0.0, note=note + ": too few workers")
@@ -188,7 +190,9 @@ class Restart(System):
         return self._slowed(world, replace(after, downtime_s=after.downtime_s + lost))
 
     def _interval_s(self, world: World) -> float:
-        """Young's and Daly's: the square root of twice the cost of a save times the mean time between failures."""
+        """Return Young's and Daly's interval: the square root of twice the cost of a save times the mean time between
+        failures.
+        """
         return math.sqrt(2 * self.checkpoint_s * world.mtbf_s)
 
     def _slowed(self, world: World, running: Running) -> Running:
@@ -212,7 +216,9 @@ class Bamboo(System):
         )
 
     def _redundant(self, world: World, running: Running) -> Running:
-        """Half of the redundant forwards fit into bubbles; twice the state must fit into memory."""
+        """Return ``running`` with redundant forwards, half of which fit into bubbles; twice the state must fit into
+        memory.
+        """
         costs = world.profile.costs
         if running.layout is None:
             return running

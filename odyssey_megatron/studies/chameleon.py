@@ -1,4 +1,4 @@
-"""Chameleon, which chooses between two ways to go on (arXiv 2508.21613)."""
+"""Chameleon (arXiv 2508.21613), which chooses between two ways to go on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Chameleon(System):
         return max(options, key=lambda one: one[:2])[2]
 
     def _rerouted(self, world: World, alive: tuple[int, ...]) -> tuple[float, Running | None]:
-        """Eq. 13 for the estimate; the simulator for what really happens."""
+        """Return the estimate of rerouting by Eq. 13, and what really happens by the simulator."""
         healthy = healthy_layout(world, world.workers)
         assert healthy is not None
         costs = world.profile.costs
@@ -62,7 +62,9 @@ class Chameleon(System):
     def _dynamic(
         self, world: World, running: Running, alive: tuple[int, ...]
     ) -> tuple[float, Running | None]:
-        """To :func:`partitioned`, if that can be reached."""
+        """Return the estimate of the best partition (:func:`partitioned`) and the change to it, if it can be
+        reached.
+        """
         costs = world.profile.costs
         best = partitioned(costs, len(alive), world.job.num_microbatches, ours=self.ours)
         if best is None or running.layout is None:
@@ -82,8 +84,10 @@ class Chameleon(System):
 
 @lru_cache(maxsize=256)
 def partitioned(costs: Costs, workers: int, microbatches: int, *, ours: bool) -> tuple[float, Shape] | None:
-    """Algorithm 1's balanced partitions, estimated by Eq. 10 and filtered by Eq. 14; precomputed for each number of
-    workers, as there.
+    """Return (estimated step, shape) of the best of Algorithm 1's balanced partitions; None if none fits.
+
+    They are estimated by Eq. 10 and filtered by Eq. 14, and cached for each number of workers, as they are precomputed
+    there.
     """
     best: tuple[float, Shape] | None = None
     search = search_for(costs, None)

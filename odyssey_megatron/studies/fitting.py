@@ -1,8 +1,9 @@
-"""What a GPU and its links achieve, by what runs have measured: for models and sizes that no run has had.
+"""What a GPU and its links achieve, fitted to what runs have measured: for models and sizes that no run has had.
 
-A layer of a microbatch takes a fixed time, and one for each FLOP: a line for each kind of work (forward, input
-gradient, weight gradient) of transformer layers, and for embedding and head. One run is one point on each, through
-which the line goes without a fixed part; a second one, of layers of another size, tells the two apart.
+A layer takes a fixed time for a microbatch, and a time for each FLOP. This is a line for each kind of work (forward,
+input gradient, weight gradient) of transformer layers, and others for embedding and head. One run is one point on each
+line, which then goes through it without a fixed part. A second run, with layers of another size, tells the two parts
+apart.
 """
 
 from __future__ import annotations
@@ -17,33 +18,34 @@ from odyssey_megatron.plan.costs import LayerCost
 from odyssey_megatron.policy.profile import Profile, least_squares, load_profile
 
 _FAR = 4.0
-"""Layers with so many times the FLOPs of any that were measured, or so many times fewer, are said to be far from them:
-between runs a line is within a few percent, beyond them it is a guess (``tests/studies/test_fitting.py``)."""
+"""Layers with this many times the FLOPs of any that were measured, or fewer by this factor, are said to be far from
+them. Between runs a line is within a few percent; beyond them it is a guess (``tests/studies/test_fitting.py``).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """How long work takes."""
+    """The time of one kind of work as a linear function of its FLOPs."""
 
     fixed_s: float = 0.0
     flops_per_s: float = math.inf
 
     def time_s(self, flops: float) -> float:
-        """Of so many FLOPs; nothing takes no time."""
+        """Return the time of that many FLOPs; no work takes no time."""
         return self.fixed_s + flops / self.flops_per_s if flops else 0.0
 
 
 Point = tuple[float, float]
 """(FLOPs, seconds)"""
 Work = tuple[Line, Line, Line]
-"""Forward, input gradient, weight gradient."""
+"""The lines of forward, input gradient and weight gradient."""
 
 
 def line_through(points: Sequence[Point]) -> Line:
-    """The line with the least relative errors, neither part below 0; a fixed part only where ``points`` show one.
+    """Return the line with the least relative errors and no negative part; a fixed part only if ``points`` show one.
 
-    Of one point, and of several with about as many FLOPs, it goes through 0: measured times are believed to 3 %, which
-    squared is the weight of what is expected (:func:`odyssey_megatron.policy.profile.least_squares`).
+    It goes through 0 for one point, and for several with about as many FLOPs. Measured times are believed to 3 %;
+    squared, that is the weight of the expected values (:func:`odyssey_megatron.policy.profile.least_squares`).
     """
     found = [(flops, seconds) for flops, seconds in points if flops > 0 and seconds > 0]
     if not found:
@@ -64,8 +66,9 @@ class Fitted:
     runs: tuple[Profile, ...]
 
     def profile(self, estimate: Profile) -> Profile:
-        """``estimate``, of a model on any accelerator, with times, links and memory as the runs have them; bytes of
-        layers and messages stay.
+        """Return ``estimate``, for a model on any accelerator, with the times, links and memory of the runs.
+
+        Bytes of layers and messages stay.
         """
         inner = len(estimate.costs.layers) - 2
         works = (self.embedding, *(self.layer,) * inner, self.head)
@@ -87,11 +90,11 @@ class Fitted:
 
     @property
     def _link(self) -> Profile:
-        """The run with the largest messages: what small ones take says little of a rate."""
+        """The run with the largest messages: the times of small messages say little about a rate."""
         return max(self.runs, key=lambda one: one.costs.message_bytes)
 
     def error(self) -> float:
-        """By how much a transformer layer of a run takes longer or shorter than the line says, at most."""
+        """Return the largest relative difference between a transformer layer's time in a run and on the line."""
         ratios = [
             sum(line.time_s(flops) for line, flops in zip(self.layer, operations, strict=True)) / sum(seconds)
             for one in self.runs
@@ -112,7 +115,7 @@ class Fitted:
         )
 
     def far(self, estimate: Profile) -> str:
-        """How far the layers of ``estimate`` are from those that were measured, in words; "" if they are not."""
+        """Describe how far the layers of ``estimate`` are from those that were measured; "" if they are not far."""
         measured = [max(1.0, sum(operations)) for one in self.runs for operations, _ in _inner(one)]
         wanted = [max(1.0, sum(operations)) for operations in estimate.operations[1:-1]]
         above, below = max(wanted) / max(measured), min(measured) / min(wanted)
@@ -123,7 +126,7 @@ class Fitted:
 
 
 def fitted(paths: Sequence[str]) -> Fitted:
-    """What the runs in these folders, or profiles, have measured. Raises ConfigError."""
+    """Return what the runs in these folders, or profiles, have measured. Raises ConfigError."""
     runs = [load_profile(path) for path in paths]
     for path, one in zip(paths, runs, strict=True):
         if one.source != "measured":
@@ -156,7 +159,7 @@ Triple = tuple[float, float, float]
 
 
 def _inner(profile: Profile) -> list[tuple[Triple, Triple]]:
-    """Of the transformer layers, those with equal FLOPs as one: (FLOPs, mean seconds) of each kind of work."""
+    """Return (FLOPs, mean seconds) for each size of transformer layer: three numbers each, by kind of work."""
     alike: dict[Triple, list[Triple]] = {}
     for operations, layer in zip(profile.operations[1:-1], profile.costs.layers[1:-1], strict=True):
         alike.setdefault(operations, []).append(_seconds(layer))

@@ -1,4 +1,4 @@
-"""The job that a launch line describes: its model, its parallel sizes, and Odyssey's settings. Nothing of it is run."""
+"""The job that a launch line describes: its model, its parallel sizes, and Odyssey's settings. Nothing in it is run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MOST_LAYERS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchLine:
-    """What ``odyssey plan`` wants to know of a launch line. Names as Megatron has them."""
+    """What ``odyssey plan`` needs to know of a launch line, by Megatron's names."""
 
     model: Model | None
-    """None: a profile knows what it costs."""
+    """None if a profile gives the costs."""
     config: OdysseyConfig
     name: str = "this launch line"
     pipeline_model_parallel_size: int = 1
@@ -44,20 +44,23 @@ class LaunchLine:
     sequence_parallel: bool = True
     use_distributed_optimizer: bool = False
     stage_layers: tuple[int, ...] = ()
+    """Number of transformer layers of each stage; empty: as even as possible."""
     virtual_stages: int = 1
-    """Transformer layers of each stage; empty: as even as can be."""
     notes: tuple[str, ...] = ()
-    """Sentences on what of the line is not in the plan."""
+    """Sentences on what of the launch line is not in the plan."""
 
 
 def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
-    """Of the arguments of ``pretrain_gpt.py``; defaults are those of megatron core_v0.16.1 training/arguments.py.
+    """Return what the arguments of ``pretrain_gpt.py`` describe.
+
+    Defaults are those of megatron core_v0.16.1 training/arguments.py.
 
     Args:
-        more: come behind those of the ``script``, which may have flags of its own.
+        script: the arguments in the launch script, which may have flags of its own.
+        more: arguments that follow them.
 
     Raises:
-        ConfigError: a size is missing, or is no number that can be known without running the script.
+        ConfigError: a size is missing, or cannot be known without running the script.
     """
     flags = [*script, *more]
     args, parser, _ = looked_at(flags, None)
@@ -105,7 +108,7 @@ class _Line:
         return value is not None and value is not False
 
     def maybe(self, name: str) -> int | None:
-        """A whole number, if the flag is there. Raises ConfigError."""
+        """Return a whole number, or None if the flag is missing. Raises ConfigError."""
         value = self._given.get(name)
         if value is None:
             return None
@@ -118,7 +121,7 @@ class _Line:
             ) from None
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Raises ConfigError if the flag is missing and has no default."""
+        """Return a whole number. Raises ConfigError if the flag is missing and has no default."""
         value = self.maybe(name)
         if value is not None:
             return value
@@ -127,7 +130,7 @@ class _Line:
         return default
 
     def share(self, name: str) -> float:
-        """A number from 0 to 1; 0 if the flag is not there. Raises ConfigError."""
+        """Return a number from 0 to 1; 0 if the flag is missing. Raises ConfigError."""
         try:
             return float(Between(0, 1).read(str(self._given.get(name) or 0)))
         except ValueError as error:
@@ -138,12 +141,14 @@ class _Line:
 
 
 def _num_layers(line: _Line) -> int:
-    """From core_v0.17.1 on a hybrid pattern says it in the flag's place. Raises ConfigError."""
+    """Return the number of layers. From core_v0.17.1 on a hybrid pattern may give it in place of the flag. Raises
+    ConfigError.
+    """
     return len("".join(_segments(line))) or line.size("num_layers")
 
 
 def _segments(line: _Line) -> list[str]:
-    """Of a hybrid pattern the layers of each chunk, where it says them; one, of all, where it does not."""
+    """Return the layers of each chunk in a hybrid pattern; a single entry if the pattern is not divided."""
     pattern = line.text("hybrid_layer_pattern") or line.text("hybrid_override_pattern")
     return pattern.partition("/")[0].split("|")
 
@@ -154,7 +159,7 @@ def _flag(name: str) -> str:
 
 def _model(line: _Line, layers: int, stages: int) -> Model:
     hidden, is_gated = line.size("hidden_size"), line.has("swiglu")
-    # Of a gated MLP two thirds, in whole 64s, so that it has as many weights.
+    # A gated MLP has two thirds of the units, in whole 64s, so that it has as many weights.
     ffn = line.size("ffn_hidden_size", 4 * hidden * 2 // 3 // 64 * 64 if is_gated else 4 * hidden)
     return Model(
         num_layers=layers,
@@ -200,7 +205,7 @@ def _state_space(line: _Line, hidden: int) -> Attention:
 
 
 def _unlike(line: _Line, layers: int, hidden: int, ffn: int) -> UnlikeLayers:
-    """As the file says that the launch line names, or a hybrid pattern. Raises ConfigError."""
+    """Return layers that are not alike, by the launch line's file or hybrid pattern. Raises ConfigError."""
     if line.has("spec"):
         kinds = "".join(_segments(line))
         ratios = line.share("hybrid_attention_ratio"), line.share("hybrid_mlp_ratio")
@@ -251,7 +256,7 @@ def _attention(line: _Line, hidden: int) -> Attention:
 
 
 def _vocab_size(line: _Line) -> int:
-    """Padded, as the embedding has it."""
+    """Return the padded size, which the embedding has. Raises ConfigError."""
     padded = line.maybe("padded_vocab_size")
     if padded is not None:
         return padded
@@ -279,14 +284,19 @@ def _experts(line: _Line, layers: int, ffn: int) -> Experts | None:
 
 
 def _frequency(line: _Line) -> str:
-    """As --moe-layer-freq would say it: a hybrid pattern has a letter for it."""
+    """Return the value of ``--moe-layer-freq``, or the one that stands for a hybrid pattern, which has a letter for
+    experts.
+    """
     if line.has("spec"):
         return str([int(kind == "E") for kind in "".join(_segments(line))] or [0] * _num_layers(line))
     return line.text("moe_layer_freq") or "1"
 
 
 def _with_experts(text: str, layers: int) -> list[int]:
-    """Every so many layers, or a list of 0 and 1 as in ``([0]*3+[1]*58)``. Raises ConfigError."""
+    """Return the layers with experts, counted from 1.
+
+    ``text`` is the interval between them, or a list of 0 and 1 as in ``([0]*3+[1]*58)``. Raises ConfigError.
+    """
     try:
         found = _pattern(ast.parse(text, mode="eval").body)
         pattern = [at % found == 0 for at in range(layers)] if isinstance(found, int) else found
@@ -302,7 +312,10 @@ def _with_experts(text: str, layers: int) -> list[int]:
 
 
 def _pattern(node: ast.expr) -> int | list[int]:
-    """Numbers, lists of them, and sums and multiples of these: nothing is evaluated. Raises ValueError."""
+    """Return the value of numbers, lists of numbers, and sums and multiples of these.
+
+    Nothing else is evaluated. Raises ValueError.
+    """
     match node:
         case ast.Constant(value=int(value)):
             return value
@@ -323,8 +336,10 @@ def _pattern(node: ast.expr) -> int | list[int]:
 
 
 def _stage_layers(line: _Line, layers: int, stages: int) -> tuple[int, ...]:
-    """As the ends of stages in a hybrid pattern, or ``--decoder-first-`` and ``-last-pipeline-num-layers`` and
-    ``--account-for-…-in-pipeline-split``, have it. Raises ConfigError.
+    """Return the number of transformer layers of each stage; empty if they are as even as possible.
+
+    They follow from the ends of stages in a hybrid pattern, or from ``--decoder-first-`` and
+    ``-last-pipeline-num-layers`` and ``--account-for-…-in-pipeline-split``. Raises ConfigError.
     """
     counts = [len(one) for one in _segments(line)]
     if len(counts) > 1 and not len(counts) % stages:

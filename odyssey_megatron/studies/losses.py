@@ -1,4 +1,4 @@
-"""What the next loss would do to a plan: of any one GPU, and of any one node."""
+"""What the next loss would do to a plan: the loss of any one GPU, or of any one node."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from odyssey_megatron.policy.profile import Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextLoss:
-    """Of any one of several workers, which have the same part in a plan."""
+    """The loss of any one of several workers that have the same part in a plan."""
 
     workers: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    """The layers [first, last) that they compute."""
+    """The layers [first, last) that each of them computes."""
     policy: str = ""
-    """What would be done; "": the job would end."""
+    """The policy that would be taken; "": the job would end."""
     step_s: float | None = None
     why: str = ""
-    """It would end."""
+    """The reason why the job would end."""
 
 
 def next_losses(
     job: JobSpec, state: ClusterState, plan: Plan, profile: Profile, config: OdysseyConfig
 ) -> list[NextLoss]:
-    """One for all workers whose deaths lead to equal plans; the worst first."""
+    """Return one entry for all workers whose deaths lead to equal plans; the worst first."""
     found = []
     for workers in one_of_each(plan, state):
         spans = _spans(plan.layout, workers[0])
@@ -52,7 +52,7 @@ def next_losses(
 
 
 def alone(layout: Layout) -> list[int]:
-    """The layers of which one worker alone has some state."""
+    """Return the layers some of whose state only one worker has."""
     return sorted({layer for layers in layout.alone().values() for layer in layers})
 
 

@@ -1,4 +1,4 @@
-"""Oobleck: pipelines from templates (arXiv 2309.08125)."""
+"""Oobleck (arXiv 2309.08125): pipelines from templates."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from odyssey_megatron.policy.shares import deal, finish_s, min_max_shares
 from odyssey_megatron.studies.baselines import Running, System, World, expected_rate, pipelines_fit
 
 _ALL_SETS_UP_TO = 48
-"""Workers of which all sets of templates are looked at; of more only those whose lengths differ by one."""
+"""Up to this number of workers all sets of templates are looked at; above it only those whose lengths differ by one."""
 
 
 class Oobleck(System):
-    """1F1B on pipelines of any lengths. It starts with the best set of templates, and takes the best again after a
-    join; on a loss a pipeline goes on as it is, only shorter, or borrows from the longest, or merges with the shortest.
+    """1F1B on pipelines of any lengths.
+
+    It starts with the best set of templates, and takes the best set again after a join. After a loss a pipeline goes on
+    shorter as it is; if it is too short it takes workers from the longest, or merges with the shortest.
     """
 
     name = "oobleck"
     reconfigure_s = 10.0
-    """Its own simulator's constant for its largest model; 57 s were measured by others (arXiv 2309.08125)."""
+    """The constant of its own simulator for its largest model; others have measured 57 s (arXiv 2309.08125)."""
 
     def start(self, world: World) -> Running:
         lengths = self._instantiated(world, len(world.workers))
@@ -50,7 +52,7 @@ class Oobleck(System):
         if there <= {hop.worker for route in running.layout.routes for hop in route.hops}:
             groups = self._regroup(groups, self._smallest(world))
             layout = self._laid_out(world, groups) if groups else None
-        else:  # somebody is new
+        else:  # a worker has joined
             lengths = self._instantiated(world, len(alive))
             layout = self._placed(world, lengths, alive, running.layout) if lengths else None
             groups = [[0] * length for length in lengths]
@@ -77,7 +79,7 @@ class Oobleck(System):
         return Shape(ends=tuple(splits), shares=shares, estimate_s=0.0)
 
     def _laid_out(self, world: World, groups: Sequence[Sequence[int]]) -> Layout:
-        """Each group a pipeline, in its order."""
+        """Return a layout in which each group is a pipeline, in its order."""
         shape = self._shape(world, [len(group) for group in groups])
         routes = tuple(
             pipeline_route(tuple(group[: len(ends)]), ends, ids)
@@ -100,7 +102,10 @@ class Oobleck(System):
         return smallest(world.profile.costs)
 
     def _regroup(self, groups: list[list[int]], smallest: int) -> list[list[int]]:
-        """Short ones borrow from the longest, else merge. Empty: there are too few workers for one pipeline."""
+        """Return groups of at least ``smallest`` workers: short ones take workers from the longest, or are merged.
+
+        Empty if there are too few workers for one pipeline.
+        """
         groups = [group for group in groups if group]
         while short := [group for group in groups if len(group) < smallest]:
             longest = max(groups, key=len)
@@ -117,7 +122,7 @@ class Oobleck(System):
 
 @lru_cache(maxsize=64)
 def smallest(costs: Costs) -> int:
-    """n_0: the shortest pipeline whose stages fit the memory."""
+    """Return n_0: the length of the shortest pipeline whose stages fit the memory."""
     search = search_for(costs, None)
     for stages in range(1, search.splits.most_stages + 1):
         if pipelines_fit([search.splits.split(stages) or ()], costs):
@@ -127,8 +132,10 @@ def smallest(costs: Costs) -> int:
 
 @lru_cache(maxsize=256)
 def instantiated(costs: Costs, microbatches: int, workers: int, *, ours: bool) -> tuple[int, ...]:
-    """The lengths of the best set of templates that uses all workers, at least two pipelines if that can be; its step
-    is the slowest pipeline's, and the first layer's reduction (arXiv 2309.08125). Empty: not one pipeline fits.
+    """Return the lengths of the best set of templates that uses all workers, with at least two pipelines if possible.
+
+    The step of a set is that of its slowest pipeline, and the first layer's reduction (arXiv 2309.08125). Empty if not
+    one pipeline fits.
     """
     search, least = search_for(costs, None), smallest(costs)
     rates = {
@@ -146,7 +153,7 @@ def instantiated(costs: Costs, microbatches: int, workers: int, *, ours: bool) -
 
 
 def _sets(workers: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Lengths from ``least`` to ``most`` with the sum ``workers``, the longest first."""
+    """Yield sets of lengths from ``least`` to ``most`` whose sum is ``workers``, the longest first."""
     if workers > _ALL_SETS_UP_TO:
         for number in range(-(-workers // most), workers // least + 1):
             short, longer = divmod(workers, number)

@@ -1,4 +1,4 @@
-"""What ``odyssey plan`` answers, as a page of its own: one file, nothing loaded from elsewhere."""
+"""The answer of ``odyssey plan`` as a page of its own: one file, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from odyssey_megatron.studies.presets import GIB
 
 _STEPS_OF_HEAT = 5
 _MOST_BOXES = 60_000
-"""Of instructions that are drawn; a picture of more takes minutes, and nobody could read it."""
+"""The most instructions that are drawn: a picture of more takes minutes, and nobody could read it."""
 
 
 def html(answer: whatif.Answer) -> str:
-    """The whole page."""
+    """Return the whole page."""
     scenario, decision = answer.scenario, answer.decision
     shown = [("before", answer.before)] + ([("after", answer.plan)] if decision else [])
     parts = [
@@ -99,7 +99,9 @@ def _facts(answer: whatif.Answer) -> str:
 
 
 def _layout(plan: Plan, memory_bytes: int | None) -> str:
-    """Its pipelines: the ways that microbatches go, each with how many go it."""
+    """Return a table of the plan's pipelines: the routes of microbatches, each with the number of microbatches that
+    take it.
+    """
     peaks, total = dict(plan.peak_bytes), plan.layout.num_layers
     most = memory_bytes or max(peaks.values())
     ways: dict[tuple[tuple[int, int, int], ...], int] = {}
@@ -118,7 +120,7 @@ def _layout(plan: Plan, memory_bytes: int | None) -> str:
 
 
 def _schedules(answer: whatif.Answer, shown: Sequence[tuple[str, Plan]]) -> str:
-    # Here, so that plans are made, and printed, without matplotlib.
+    # Imported here, so that plans can be made, and printed, without matplotlib.
     from odyssey_megatron.metrics.plots import schedule_picture
 
     drawn = [(name, planned_step(plan.schedule, answer.timeline(plan))) for name, plan in shown]

@@ -1,4 +1,4 @@
-"""Models and accelerators by name, for asking before there is a cluster."""
+"""Named models and accelerators, for questions before there is a cluster."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from odyssey_megatron.policy.profile import Attention, Experts, Precision, Profi
 EFFICIENCY = 0.45
 """Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""
 _USABLE_PERCENT = 90
-"""Of an accelerator's memory."""
+"""Percentage of an accelerator's memory that may be used."""
 _Named = TypeVar("_Named")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One GPU. Peaks are the vendor's data sheet (dense bf16); the achieved share is ``EFFICIENCY``."""
+    """One GPU. Peaks are from the vendor's data sheet (dense bf16); ``EFFICIENCY`` is the share that is achieved."""
 
     peak_flops_per_s: float
     memory_bytes: int
     link_bytes_per_s: float
-    """Between nodes, for one GPU: its network card."""
+    """Rate between nodes for one GPU: that of its network card."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A decoder-only transformer, as its published configuration or a launch line has it."""
+    """A decoder-only transformer, as in its published configuration or a launch line."""
 
     num_layers: int
     hidden_size: int
@@ -44,7 +44,7 @@ class Model:
     experts: Experts | None = None
     mtp_num_layers: int = 0
     unlike: UnlikeLayers = ()
-    """Of each layer, where they are not alike."""
+    """For each layer its attention and MLP, if they are not alike."""
 
     def profile(
         self,
@@ -56,8 +56,9 @@ class Model:
         micro_batch_size: int = 1,
         sequence_parallel: bool = True,
     ) -> Profile:
-        """Estimated for ``device``, nine tenths of whose memory may be used. ``expert_parts``: in which experts are
-        spread over as many ranks.
+        """Return the estimated profile on ``device``, nine tenths of whose memory may be used.
+
+        ``expert_parts``: the number of ranks over which experts are spread; 0: cut like other weights.
         """
         return estimated_profile(
             num_transformer_layers=self.num_layers,
@@ -125,7 +126,7 @@ MODELS = {
         ),
     ),
 }  # fmt: skip
-"""Sources: the models' config.json on Hugging Face."""
+"""The models by name. Sources: their config.json on Hugging Face."""
 
 GIB = 2**30
 ACCELERATORS = {
@@ -133,13 +134,13 @@ ACCELERATORS = {
     "h100": Accelerator(peak_flops_per_s=989e12, memory_bytes=80 * GIB, link_bytes_per_s=50e9),
     "h200": Accelerator(peak_flops_per_s=989e12, memory_bytes=141 * GIB, link_bytes_per_s=50e9),
     "b200": Accelerator(peak_flops_per_s=2250e12, memory_bytes=180 * GIB, link_bytes_per_s=50e9),
-    # Of 72 in a rack: 180 PFLOPS and 13.4 TB.
+    # A rack of 72 has 180 PFLOPS and 13.4 TB.
     "gb200": Accelerator(peak_flops_per_s=2500e12, memory_bytes=186 * 10**9, link_bytes_per_s=50e9),
 }
 
 
 def named(kind: str, name: str, known: Mapping[str, _Named]) -> _Named:
-    """Of ``known``, what the flag ``--kind`` names. Raises ConfigError."""
+    """Return the entry of ``known`` that the flag ``--kind`` names. Raises ConfigError."""
     if name not in known:
         raise ConfigError(f"--{kind} {name} is unknown; use one of {', '.join(known)}, or --profile.")
     return known[name]
@@ -154,7 +155,9 @@ def preset_profile(
     expert_parts: int = 0,
     micro_batch_size: int = 1,
 ) -> Profile:
-    """The estimated profile of a named model on a named accelerator; ``expert_parts``: see :meth:`Model.profile`.
+    """Return the estimated profile of a named model on a named accelerator; ``expert_parts``: see
+    :meth:`Model.profile`.
+
     Raises ConfigError.
     """
     return named("model", model, MODELS).profile(

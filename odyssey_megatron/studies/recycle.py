@@ -1,4 +1,4 @@
-"""ReCycle: rerouting to data-parallel peers, with failures normalised (arXiv 2405.14009)."""
+"""ReCycle (arXiv 2405.14009): rerouting to data-parallel peers, with failures normalised."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from odyssey_megatron.studies.stagger import staggered_step_s
 class ReCycle(System):
     """Rerouting only: layout kept, decoupled backward, staggered optimizer.
 
-    Whoever dies, workers move until each stage has as many dead as costs least (failure normalisation), so that plans
-    go with the number of the dead. A healthy step is 1F1B's, and a step with dead workers is no faster than that:
-    staggering would shorten both, and the paper claims no more than that failures are free. With our scheduler no step
-    is slower than either.
+    Whichever workers die, workers move until the dead are spread over the stages such that they cost least (failure
+    normalisation). So plans depend only on the number of the dead. A healthy step is 1F1B's, and a step with dead
+    workers is no faster than that: staggering would shorten both, and the paper claims no more than that failures are
+    free. With our scheduler no step is slower than in our order.
     """
 
     name = "recycle"
@@ -57,12 +57,12 @@ class ReCycle(System):
 
 @lru_cache(maxsize=1024)
 def normalised(job: JobSpec, costs: Costs, workers: int, dead: int) -> tuple[Layout, float]:
-    """The healthy layout of workers 0 to ``workers`` - 1 without ``dead`` of them, and its staggered step.
+    """Return the healthy layout of workers 0 to ``workers`` - 1 without ``dead`` of them, and its staggered step.
 
-    One after the other dies where the workers of its stage then have the least to do, so that the fullest stage has as
-    little as it can; of stages that are alike in the middle, where failures cost less than at its ends.
-    ReCycle's planner finds this by dynamic programming and precomputes the plans, an MILP for each number of dead.
-    Memory: two microbatches more than 1F1B's, or all that there is.
+    Workers are removed one after the other, each where those left in its stage then have the least to do, so that the
+    fullest stage has as little as possible. Of stages that are alike the one nearest to the middle loses a worker:
+    failures cost less there than at the ends. ReCycle's planner finds this by dynamic programming and precomputes the
+    plans, an MILP for each number of dead. Memory: two microbatches more than 1F1B's, or all that there is.
 
     Raises:
         PlanInfeasible: some stage would lose all its workers, or memory is too small.
@@ -87,7 +87,7 @@ def normalised(job: JobSpec, costs: Costs, workers: int, dead: int) -> tuple[Lay
 
 
 def _seated(places: Layout, alive: tuple[int, ...], previous: Layout, costs: Costs) -> Layout:
-    """``places`` on the living, so that the fewest bytes move."""
+    """Return ``places`` on the living workers, so that the fewest bytes move."""
     held = {worker: previous.held_by(worker) for worker in alive}
     seats = places.workers
     found = assign_seats([places.held_by(seat) for seat in seats], alive, held, costs)

@@ -1,4 +1,4 @@
-"""A job on a cluster, as the command line describes it; for ``odyssey plan`` and ``odyssey simulate``."""
+"""A job on a cluster, as described on the command line of ``odyssey plan`` or ``odyssey simulate``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from odyssey_megatron.studies.launch_line import LaunchLine
 from odyssey_megatron.studies.presets import ACCELERATORS, MODELS, named
 
 MAX_GPUS = 16_384
-"""The largest cluster that deciding was measured on."""
+"""The largest cluster for which deciding was measured."""
 MAX_VISITS = 262_144
-"""Microbatches of a step times stages: what is put in order. On one core, about a minute."""
+"""The most microbatches of a step times stages. To put them in order takes about a minute on one core."""
 _SIZE = Between(1, MAX_GPUS, whole=True)
 _MICROBATCHES = Between(1, MAX_VISITS, whole=True)
 _MODEL = "llama2-7b"
@@ -31,7 +31,7 @@ _SIZES = ("pipeline", "tensor", "context", "expert")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is asked about."""
+    """The job and the cluster that a question is about."""
 
     name: str
     job: JobSpec
@@ -40,12 +40,12 @@ class Scenario:
     config: OdysseyConfig
     gpus_per_node: int
     cell: Cell
-    """Of every worker: the planner of ``job`` sees workers only."""
+    """The cell of every worker: the planner of ``job`` sees only workers."""
     notes: tuple[str, ...] = ()
     """Sentences on what the answer leaves out, and on where its costs come from."""
 
     def rank(self, place: str) -> int:
-        """``node:gpu`` or a rank. Raises ConfigError."""
+        """Return the rank that ``place``, ``node:gpu`` or a rank, names. Raises ConfigError."""
         node, colon, gpu = place.partition(":")
         last = max(self.state.ranks)
         try:
@@ -59,7 +59,7 @@ class Scenario:
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that describe cluster, model and job."""
+    """Add the flags that describe cluster, model and job."""
     parser.add_argument("--cluster", default="4x8", metavar="NODESxGPUS", help="default: 4x8")
     parser.add_argument(
         "--job",
@@ -108,7 +108,10 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scenario:
-    """``more``: arguments that are none of the command's own, but a job's.
+    """Return the scenario that ``options`` describe.
+
+    Args:
+        more: arguments that are not the command's own, but a job's.
 
     Raises:
         ConfigError: the job cannot be laid out on the cluster, or something in it is wrong.
@@ -131,7 +134,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         virtual_stages=line.virtual_stages,
         tensor_model_parallel_size=1,  # a worker is one cell, and the planner sees workers only
         num_microbatches=num_microbatches,
-        # Of a profile alone it is not known how long sequences are; then they are what is counted.
+        # A profile alone does not say how long sequences are; then sequences are counted instead of tokens.
         tokens_per_step=num_microbatches
         * cell.lanes
         * line.micro_batch_size
@@ -156,7 +159,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
 
 
 def _costs(line: LaunchLine, options: argparse.Namespace, cell: Cell) -> tuple[str, Profile, tuple[str, ...]]:
-    """A name for what is planned, its profile, and sentences on what is known of its costs. Raises ConfigError."""
+    """Return a name for what is planned, its profile, and sentences on its costs. Raises ConfigError."""
     if options.profile:
         profile = load_profile(options.profile)
         return options.profile, profile, (_source(profile),)
@@ -178,7 +181,7 @@ def _source(profile: Profile) -> str:
 
 
 def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
-    """Raises ConfigError."""
+    """Return the launch line, or the named model. Raises ConfigError."""
     of_megatron = [one for one in more if one.startswith("--") and not one.startswith("--odyssey-")]
     if options.job or of_megatron:
         if options.model:
@@ -200,7 +203,7 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
 
 
 def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:
-    """With the sizes that the command line gives itself. Raises ConfigError."""
+    """Return ``line`` with the sizes that are given on the command line. Raises ConfigError."""
     names = [one.name for one in fields(line) if getattr(options, one.name, None)]
     line = replace(line, **{name: getattr(options, name) for name in names if name != "model"})
     experts = line.expert_model_parallel_size
@@ -213,7 +216,9 @@ def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:
 
 
 def _num_microbatches(line: LaunchLine, each: int | None, dp: int, lanes: int) -> int:
-    """Of a step, a lane; ``each``: of a pipeline. Raises ConfigError."""
+    """Return the number of microbatches of a step in each lane. ``each``: that of a pipeline, if given. Raises
+    ConfigError.
+    """
     pp, batch = line.pipeline_model_parallel_size, line.global_batch_size
     if each is None and batch is not None:
         at_once = line.micro_batch_size * lanes
@@ -234,7 +239,7 @@ def _num_microbatches(line: LaunchLine, each: int | None, dp: int, lanes: int) -
 
 
 def _estimated(line: LaunchLine, accelerator: str, cell: Cell) -> Profile:
-    """Raises ConfigError."""
+    """Return the estimated profile. Raises ConfigError."""
     assert line.model is not None, "a profile was asked for"
     return line.model.profile(
         named("accelerator", accelerator, ACCELERATORS),
@@ -247,7 +252,7 @@ def _estimated(line: LaunchLine, accelerator: str, cell: Cell) -> Profile:
 
 
 def _cluster(text: str) -> tuple[int, int]:
-    """Nodes and GPUs of each. Raises ConfigError."""
+    """Return the number of nodes, and of GPUs on each. Raises ConfigError."""
     nodes, _, gpus = text.partition("x")
     try:
         size = int(_SIZE.read(nodes)), int(_SIZE.read(gpus))

@@ -1,4 +1,4 @@
-"""Staggered steps: a worker starts the next step when its own gradients are reduced, not when all are."""
+"""Staggered steps: a worker starts the next step once its own gradients are reduced, not when all are."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from odyssey_megatron.plan.simulate import reduce_s
 def staggered_step_s(
     layout: Layout, costs: Costs, done_s: Mapping[int, float], speeds: Mapping[int, float] | None = None
 ) -> float:
-    """The period of steps whose optimizer is staggered: a worker goes on when its own blocks are reduced.
+    """Return the period of steps whose optimizer is staggered: a worker goes on once its own blocks are reduced.
 
-    ``done_s``: worker -> when its last weight gradient ends in one step alone. Each worker repeats from its first
-    forward to the end of its last reduction, and holders of a block end it together; the slowest sets the pace:
-    warm-up and drain of neighbouring steps overlap. Source: ReCycle's staggered optimizer, arXiv 2405.14009. An
-    estimate for a steady state; no plan is executed like this, since here no optimizer runs before the agreement (I5).
+    ``done_s``: worker -> when its last weight gradient ends in one step alone. Each worker repeats what is between its
+    first forward and the end of its last reduction, and the holders of a block end its reduction together. The slowest
+    worker sets the pace: warm-up and drain of neighbouring steps overlap. Source: ReCycle's staggered optimizer, arXiv
+    2405.14009. This is an estimate for a steady state. No plan is executed like this, since here no optimizer runs
+    before the agreement (I5).
     """
     speeds = speeds or {}
     start: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Failure traces, and what each system makes of them."""
+"""Failure traces, and how each system fares in them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.studies.baselines import Running, System, World
 
 MAX_CHANGES = 10_000
-"""Of a trace: each is decided on under every policy, which takes about a second for 4,096 workers."""
+"""The most changes in a trace: each is decided on under every policy, which takes about a second for 4,096 workers."""
 TRACE_S = Between(0.001, 1e9)
-"""Times and intervals in a trace."""
+"""The range of times and intervals in a trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """At ``t_s`` these workers die and those come back."""
+    """At ``t_s`` some workers die and others come back."""
 
     t_s: float
     died: tuple[int, ...] = ()
@@ -43,20 +43,20 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """How one system fared."""
+    """How one system fared in a trace."""
 
     system: str
     tokens_per_s: float
     """Average over the whole trace."""
     downtime_s: float
     restarts: int
-    """From a checkpoint, as the state of some layer was lost, or too few were left."""
+    """Number of restarts from a checkpoint, as the state of some layer was lost, or too few workers were left."""
     history: tuple[tuple[float, float, str], ...]
     """(since, tokens per second from then on, note)."""
 
 
 def monotone(workers: Sequence[int], interval_s: float, count: int, seed: int = 0) -> Trace:
-    """A worker dies every ``interval_s``, ``count`` of them, and nobody comes back."""
+    """Return a trace in which a worker dies every ``interval_s``, ``count`` of them, and none comes back."""
     victims = random.Random(seed).sample(sorted(workers), count)
     changes = tuple(Change(t_s=(i + 1) * interval_s, died=(victim,)) for i, victim in enumerate(victims))
     return Trace(
@@ -70,10 +70,11 @@ def monotone(workers: Sequence[int], interval_s: float, count: int, seed: int = 
 def with_repairs(
     workers: Sequence[int], *, mtbf_s: float, repair_s: float, duration_s: float, seed: int = 0
 ) -> Trace:
-    """Exponential failures of the job, exponential repair times of each worker; at most half are down.
+    """Return a trace with exponential times between failures and exponential repair times; at most half of the workers
+    are down.
 
     Raises:
-        ValueError: so many failures are to be expected that playing them would not end.
+        ValueError: so many failures are expected that playing them would take too long.
     """
     if duration_s > MAX_CHANGES / 2 * mtbf_s:
         raise ValueError(
@@ -102,10 +103,10 @@ def with_repairs(
 
 
 def read_trace(text: str, workers: Sequence[int], name: str = "file") -> Trace:
-    """Lines ``seconds kill|join WORKER``, then ``seconds end``; ``#`` starts a comment.
+    """Read lines ``seconds kill|join WORKER``, closed by ``seconds end``; ``#`` starts a comment.
 
     Raises:
-        ValueError: a line cannot be read, or says what cannot be of ``workers``, all of which live at first.
+        ValueError: a line cannot be read, or is impossible for ``workers``, all of which live at first.
     """
     lines = text.splitlines()
     parsed = [one for one in enumerate(map(_words, lines), 1) if one[1]]
@@ -189,7 +190,7 @@ class Odyssey(System):
         )
 
     def _restart(self, world: World, alive: tuple[int, ...]) -> Running:
-        """As others do, in the launch line's layout; the order is ours."""
+        """Restart as other systems do, in the launch line's layout, but in our order."""
         running = self.restarted(world, alive, "restart")
         if running.layout is not None:
             state = self._state(world, alive)
@@ -207,10 +208,10 @@ class Odyssey(System):
 
 
 def play(system: System, world: World, trace: Trace) -> Played:
-    """Runs ``trace``: tokens are made whenever the system is not standing still.
+    """Play ``trace``: tokens are trained whenever the system does not stand still.
 
-    A change in the middle of a step costs half a step on average (it is done again), and a change during a
-    downtime starts the next one.
+    A death in the middle of a step costs half a step on average, which is done again. A change during a downtime starts
+    the next downtime.
     """
     running = system.start(world)
     alive = set(world.workers)
@@ -242,7 +243,7 @@ def _rate(world: World, running: Running) -> float:
 
 
 def compare(systems: Sequence[Callable[[], System]], world: World, trace: Trace) -> tuple[Played, ...]:
-    """Every system on the same trace, best first."""
+    """Play the same trace with every system; the best first."""
     told = replace(world, mtbf_s=trace.mtbf_s)
     played = [play(make(), told, trace) for make in systems]
     return tuple(sorted(played, key=lambda one: -one.tokens_per_s))

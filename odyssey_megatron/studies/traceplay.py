@@ -36,14 +36,14 @@ SYSTEMS: tuple[Callable[[], System], ...] = (
     Bamboo,
     Restart,
 )
-"""Each makes a fresh one for each trace."""
+"""Each makes a new system, one for each trace."""
 
 MONOTONE_S = (6 * 3600.0, 2 * 3600.0, 1800.0, 600.0)
-"""The intervals between failures of Oobleck's and ReCycle's figures (arXiv 2309.08125, 2405.14009)."""
+"""The intervals between failures in Oobleck's and ReCycle's figures (arXiv 2309.08125, 2405.14009)."""
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``odyssey simulate``."""
+    """Add the flags of ``odyssey simulate``."""
     add_scenario_arguments(parser)
     parser.add_argument(
         "--trace", default="", help="a file of lines 'SECONDS kill|join WORKER', closed by 'SECONDS end'"
@@ -82,7 +82,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main_simulate(argv: Sequence[str]) -> int:
-    """Runs ``odyssey simulate``; returns the exit code.
+    """Run ``odyssey simulate`` and return the exit code.
 
     Raises:
         ConfigError: bad input.
@@ -144,7 +144,7 @@ def _traces(options: argparse.Namespace, world: World) -> list[Trace]:
 
 
 def table(played: Sequence[Played]) -> str:
-    """Average throughput of each system, best first, and how Odyssey compares."""
+    """Return the average throughput of each system, best first, and how Odyssey compares."""
     ours = next(one.tokens_per_s for one in played if one.system == "odyssey")
     lines = [f"{'system':<21} {'tokens/s':>12} {'standing still':>15} {'restarts':>8} {'odyssey is':>11}"]
     for one in played:
@@ -156,7 +156,7 @@ def table(played: Sequence[Played]) -> str:
 
 
 def plot(trace: Trace, played: Sequence[Played], path: str) -> None:
-    """Throughput over time, one step line a system. Raises ConfigError without matplotlib."""
+    """Draw throughput over time, one step line for each system. Raises ConfigError without matplotlib."""
     try:
         figures = import_module("matplotlib.figure")  # by name: optional, and nothing else here may draw
     except ImportError as error:

@@ -41,28 +41,28 @@ from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, 
 
 _SPEED = Between(0.001, 1)
 _WORTH = 0.01
-"""A layout that is faster by less is not recommended."""
+"""A layout that is faster by less than this share is not recommended."""
 _SHOWN_LOSSES = 6
 _SLOWER = (0.0, 0.002, 0.01, 0.03, 0.1)
-"""Shares of a step for which it is said how much memory they would save."""
+"""Fractions of a step for which the memory that they would save is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """All that was asked, worked out."""
+    """The answer to everything that was asked."""
 
     scenario: Scenario
     state: ClusterState
-    """With its dead and slow GPUs."""
+    """The cluster with its dead and slow GPUs."""
     struck: str
-    """Who is dead and who is slow, in words."""
+    """Which GPUs are dead and which are slow, in words."""
     start: tuple[CandidateRow, ...]
-    """What was weighed for the healthy job, where there was a choice."""
+    """The rows that were weighed for the healthy job, if there was a choice."""
     before: Plan
     best: Plan
-    """Of the healthy job, whatever the launch line's layout."""
+    """The best plan of the healthy job, whatever the launch line's layout."""
     decision: Decision | None
-    """None: nobody is dead or slow."""
+    """None if no GPU is dead or slow."""
     both: TwoSpeed | None
     decide_s: float
     losses: list[NextLoss]
@@ -71,29 +71,29 @@ class Answer:
 
     @property
     def plan(self) -> Plan:
-        """What the job would go on with."""
+        """The plan with which the job would go on."""
         return self.decision.plan if self.decision else self.before
 
     def communicators(self, plan: Plan) -> Communicators:
-        """Of all ranks, their cells' own included."""
+        """Return the communicators of all ranks, including those within cells."""
         previous = None if plan is self.before else Needs(self.before.layout)
         planned = self.decision is not None and not self.decision.case.lost
         return communicators(Needs(plan.layout, plan.transfers, planned), self.scenario.cell, previous)
 
     def timeline(self, plan: Plan) -> Timeline:
-        """One step; the slow are slow once they are planned for."""
+        """Return the timeline of one step; slow workers are slow in it once they are planned for."""
         speeds = worker_speeds(self.state) if plan is self.plan else None
         return simulate(plan.schedule, plan.layout, self.scenario.profile.costs, speeds)
 
     def flags(self) -> list[tuple[str, str]]:
-        """(flag, why) that the job is better off with, and has not."""
+        """Return (flag, why) for flags that the job would be better off with, and does not have."""
         config, found = self.scenario.config, [("--odyssey", "to survive at all")]
         gain, nodes = self.before.step_s / self.best.step_s - 1, self.state.nodes
         faster = config.layout != "auto" and gain >= _WORTH
         whys = [f"a healthy job has {gain:.1%} more throughput"] if faster else []
         copies = self.scenario.job.optimizer_copies
         apart = spread((self.best if faster else self.before).layout, nodes, copies)
-        apart = with_keepers(apart, None, nodes, copies)  # as a job that begins so deals them
+        apart = with_keepers(apart, None, nodes, copies)  # as a job that begins with this layout has them
         if on_one_node(self.before.layout, nodes) and not on_one_node(apart, nodes):
             whys.append("the loss of any one node is survived, too")
         if whys:
@@ -105,7 +105,7 @@ class Answer:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``odyssey plan``."""
+    """Add the flags of ``odyssey plan``."""
     add_scenario_arguments(parser)
     parser.add_argument("--kill", action="append", default=[], metavar="NODE:GPU", help="may be repeated")
     parser.add_argument(
@@ -131,7 +131,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main_plan(argv: Sequence[str]) -> int:
-    """Runs ``odyssey plan``; returns the exit code.
+    """Run ``odyssey plan`` and return the exit code.
 
     Raises:
         ConfigError: bad input.
@@ -174,7 +174,7 @@ def _who(options: argparse.Namespace) -> str:
 
 
 def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
-    """The cluster with its dead and slow GPUs. A cell is as slow as its slowest rank. Raises ConfigError."""
+    """Return the cluster with its dead and slow GPUs. A cell is as slow as its slowest rank. Raises ConfigError."""
     state = scenario.state
     for place in options.kill:
         state = apply(state, RankDied(rank=scenario.rank(place), code=-9, cause="killed", t_s=0.0))
@@ -191,9 +191,9 @@ def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
 
 
 def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
-    """What a job would decide. Raises PlanInfeasible and LayersLost."""
+    """Return what a job would decide. Raises PlanInfeasible and LayersLost."""
     profile, config = scenario.profile, scenario.config
-    # A job would rather start without regard to memory than not; who asks wants to know.
+    # A job that does not fit would start without regard to memory; whoever asks wants to know that it does not fit.
     initial_plan(replace(scenario.job, least_holders=0, eager_forwards=False), scenario.state, profile)
     planner = PolicyPlanner(config)
     start = planner.start(scenario.job, scenario.state, to_json(profile))
@@ -221,7 +221,7 @@ def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
 
 
 def _leaner(plan: Plan, state: ClusterState, profile: Profile) -> list[tuple[float, float, int]]:
-    """Of the layout of ``plan``, the fastest order, and those that are slower and need less memory than all before."""
+    """Return the fastest order of the layout of ``plan``, and slower ones that need less memory than all before."""
     found: list[tuple[float, float, int]] = []
     visits = sum(len(route.microbatches) * len(route.hops) for route in plan.layout.routes)
     for share in _SLOWER if visits <= MOST_VISITS else ():
@@ -234,8 +234,8 @@ def _leaner(plan: Plan, state: ClusterState, profile: Profile) -> list[tuple[flo
 
 
 def _write(answer: Answer, path: Path) -> None:
-    """Raises ConfigError."""
-    from odyssey_megatron.studies import plan_page  # which shows what is worked out here
+    """Write the page. Raises ConfigError."""
+    from odyssey_megatron.studies import plan_page  # it imports this module
 
     try:
         path.write_text(plan_page.html(answer), encoding="utf-8")
@@ -296,12 +296,12 @@ def _as_text(answer: Answer, width: int) -> str:
 
 
 def nodes_and_gpus(scenario: Scenario) -> str:
-    """As ``--cluster`` has it."""
+    """Return the cluster's size in the form of ``--cluster``."""
     return f"{len(scenario.state.ranks) // scenario.gpus_per_node}x{scenario.gpus_per_node}"
 
 
 def summary(name: str, plan: Plan, scenario: Scenario) -> str:
-    """A plan in a line."""
+    """Return a line on a plan."""
     fullest = max(size for _, size in plan.peak_bytes) / GIB
     above = max(0.0, plan.step_s / plan.bound_s - 1)
     return (
@@ -311,13 +311,13 @@ def summary(name: str, plan: Plan, scenario: Scenario) -> str:
 
 
 def communicators_text(answer: Answer, plan: Plan) -> str:
-    """How many a plan has, and what they are expected to take, in a line."""
+    """Return a line on the number of a plan's communicators, and the time that they are expected to take."""
     found = answer.communicators(plan)
     return f"{found.held}; {'at the start' if plan is answer.before else 'at least'} {found.connected}"
 
 
 def best_layout(answer: Answer) -> str:
-    """Of the healthy job, in a line."""
+    """Return a line on the best layout of the healthy job."""
     before, best = answer.before, answer.best
     if best.layout == before.layout:
         return "no layout that was found is faster without failures"
@@ -328,7 +328,7 @@ def best_layout(answer: Answer) -> str:
 
 
 def leaner_text(answer: Answer) -> str:
-    """What less memory would cost, in a line."""
+    """Return a line on what less memory would cost."""
     steps = (
         f"{share * 100:g}: {step_s * 1e3:.1f} ms, {fullest / GIB:.1f} GiB"
         for share, step_s, fullest in answer.leaner
@@ -337,7 +337,7 @@ def leaner_text(answer: Answer) -> str:
 
 
 def two_speed_text(both: TwoSpeed) -> str:
-    """What moving behind the steps would gain."""
+    """Return a line on what moving layers behind the steps would gain."""
     gain = both.tokens / both.direct_tokens - 1 if both.direct_tokens > 0 else 0.0
     return (
         f"two-speed: {both.now.policy} at once, {len(both.then.transfers)} layers move behind "
@@ -346,7 +346,7 @@ def two_speed_text(both: TwoSpeed) -> str:
 
 
 def names_of(layers: Sequence[int], plan: Plan) -> str:
-    """Ascending ``layers`` in words."""
+    """Return ascending ``layers`` in words."""
     total = plan.layout.num_layers
     if len(layers) in (0, total):
         return "all layers" if layers else "no layers"
@@ -357,7 +357,7 @@ LOSS_COLUMNS = ("the next loss", "with", "then", "step", "throughput")
 
 
 def loss_rows(answer: Answer) -> list[tuple[str, ...]]:
-    """The table of next losses, the worst first; those that come to the same are one line."""
+    """Return the table of next losses, the worst first; losses with the same outcome share a row."""
     rows: dict[tuple[str, ...], list[NextLoss]] = {}
     for one in answer.losses:
         ends: tuple[str, ...] = ("the job ends", "–", "–")
@@ -382,7 +382,7 @@ def _losses_text(answer: Answer) -> list[str]:
 
 
 def nodes_text(answer: Answer) -> str:
-    """What the loss of a whole node would do."""
+    """Return a line on what the loss of a whole node would do."""
     fatal = on_one_node(answer.plan.layout, answer.state.nodes)
     if not fatal:
         return "a whole node: no layer has all its holders on one, unless there is only one"

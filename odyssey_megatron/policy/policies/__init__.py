@@ -1,4 +1,4 @@
-"""The policies, a file each. A file that lies here is one of them: there is no list."""
+"""The policies, one per file. Every module in this package is a policy: there is no list."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def _found() -> tuple[Policy, ...]:
 
 
 POLICIES = _found()
-"""In their order."""
+"""All policies, sorted by ``order`` and name."""

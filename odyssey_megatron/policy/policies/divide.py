@@ -1,4 +1,4 @@
-"""New pipelines, and microbatches that do not divide among them and go through several."""
+"""Make new pipelines; microbatches that do not divide among them go through several."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from odyssey_megatron.policy.seating import Shape, place
 
 
 class Divide(Policy):
-    """Pipelines that are alike get as many microbatches as all can do; the rest goes wherever there is time."""
+    """Pipelines that are alike get as many microbatches as all can do; the others go wherever there is time."""
 
     name, order = "divide", 45
 
     def propose(self, case: Case) -> Iterable[Sketch]:
-        """Where workers are alike, and so are links."""
+        """Propose shapes after a change, if workers are alike, and so are links."""
         changed = case.lost or case.is_larger or case.rebalances
         unlike = case.speeds or case.shares or case.profile.costs.slow_links
         if not changed or unlike or not case.job.revisits:

@@ -11,12 +11,14 @@ from odyssey_megatron.policy.proposal import Policy, Proposal
 
 
 class Drain(Policy):
-    """A slow worker gives up its microbatches and layers, so that it may leave; the rest of its pipeline holds on."""
+    """A slow worker gives up its microbatches and layers, so that it may leave; the rest of its pipeline still holds
+    its layers.
+    """
 
     name, order, always = "drain", 25, True
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """Where nobody is lost and some are slow."""
+        """Propose it if nobody is lost and some workers are slow."""
         if case.lost or not case.speeds:
             return
         try:

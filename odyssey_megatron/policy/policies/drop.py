@@ -18,17 +18,17 @@ class Drop(Policy):
     name, order = "drop", 20
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """After a loss."""
+        """Propose it after a loss."""
         if case.lost:
             layout = drop_pipelines(case.previous, case.alive)
             yield Proposal(layout=layout, note="broken pipelines dropped")
 
 
 def drop_pipelines(previous: Layout, alive: Collection[int]) -> Layout:
-    """``previous`` without the broken routes: the whole ones share their microbatches.
+    """Return ``previous`` without the broken routes, whose microbatches the whole ones share.
 
-    No state moves and no microbatch changes pipeline in the middle. What is left of a broken pipeline holds
-    on, without microbatches, so that it stays current. ReCoVer and TorchFT drop replicas like this.
+    No state moves, and no microbatch changes pipelines in the middle. The workers left in a broken pipeline still hold
+    their layers, without microbatches, so that they stay current. ReCoVer and TorchFT drop replicas like this.
 
     Raises:
         PlanInfeasible: no route is whole.

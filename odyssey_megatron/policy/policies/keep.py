@@ -1,4 +1,4 @@
-"""Nobody of the layout is lost: it may stay as it is."""
+"""The layout may stay as it is: none of its workers is lost."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from odyssey_megatron.policy.proposal import Policy, Proposal
 
 
 class Keep(Policy):
-    """The layout as it is."""
+    """Keeps the layout as it is."""
 
     name, order, always, stays = "keep", 0, True, True
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """Where nobody is lost."""
+        """Propose it if nobody is lost."""
         if not case.lost:
             yield Proposal(layout=case.previous, note="no member of the layout is lost")
 

@@ -1,4 +1,4 @@
-"""Routes that are taken apart, where there are few microbatches and layers."""
+"""Take routes apart, where there are few microbatches and layers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from odyssey_megatron.policy.proposal import Policy, Sketch
 
 
 class Mix(Policy):
-    """Each microbatch goes its own way through the workers that hold what it needs."""
+    """Each microbatch takes its own route through the workers that hold the layers."""
 
     name, order = "mix", 50
 
     def propose(self, case: Case) -> Iterable[Sketch]:
-        """In small jobs, where nobody waits for the decision: it takes a second."""
+        """Propose it in small jobs, if nobody waits for the decision: it takes a second."""
         if not case.rebalances or not case.job.revisits:
             return
         costs, job = case.profile.costs, case.job
@@ -53,7 +53,7 @@ class Mix(Policy):
 
 
 def _starts(case: Case) -> list[Layout]:
-    """The best pipelines, and what there is."""
+    """Return layouts to start from: the previous one unless a worker is lost, and those of the best pipelines."""
     found = [] if case.lost else [case.previous]
     for sketch in islice(replan.POLICY.propose(case), 2):
         with suppress(PlanInfeasible):

@@ -1,4 +1,4 @@
-"""Some workers are slow: they get what they can do in the time of the others."""
+"""Some workers are slow: they get as much as they can do in the time that others take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Rebalance(Policy):
     name, order, always = "rebalance", 20, True
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """Where nobody is lost and some are slow."""
+        """Propose it if nobody is lost and some workers are slow."""
         if case.speeds and not case.lost:
             yield Proposal(layout=case.rerouted, note="microbatches moved off slow workers")
             yield from around_slow(case, "microbatches moved")

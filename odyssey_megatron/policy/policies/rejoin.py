@@ -1,4 +1,4 @@
-"""Workers are back, or as fast as they were: towards the layout that the job began with."""
+"""Workers are back, or as fast as they were: go back towards the layout that the job began with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ class Rejoin(Policy):
     name, order, always = "rejoin", 10, True
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """Once all are back, and as fast as they were, nothing else is looked at: the job is what it was."""
+        """Propose it if workers are back or speeds have changed.
+
+        Once all are back, and as fast as they were, nothing else is looked at: the job is what it was.
+        """
         home, alive = case.home, case.alive
         if case.lost or home is None or not (case.is_larger or case.rebalances):
             return

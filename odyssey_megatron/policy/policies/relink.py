@@ -1,4 +1,4 @@
-"""Some links are slow: routes go on by others, and sums are made elsewhere."""
+"""Some links are slow: routes take other links, and sums are made elsewhere."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from odyssey_megatron.policy.proposal import Policy, Proposal
 
 
 class Relink(Policy):
-    """Slow links get no messages, or as few as can be."""
+    """Slow links carry no messages, or as few as possible."""
 
     name, order, always = "relink", 5, True
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """Where nobody is lost and messages take slow links, or sums do."""
+        """Propose it if nobody is lost, and messages or sums take slow links."""
         costs = case.profile.costs
         if case.lost:
             return

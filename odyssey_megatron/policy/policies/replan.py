@@ -1,4 +1,4 @@
-"""New pipelines over the workers that are there: layers move, and stages, splits and shares change."""
+"""New pipelines over the living workers: layers move, and stages, splits and shares change."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from odyssey_megatron.policy.seating import place
 
 
 class Replan(Policy):
-    """The best shapes over all living workers, or some of them: of slow ones each in a place that is cut for it, or
-    left out; where there are many of them, all as if they were alike, and then cut for what they can do.
+    """Proposes the best shapes over all living workers, or some of them.
+
+    Each slow worker gets a place that is cut for it, or is left out. Where several are slow, shapes are also cut as if
+    all workers were alike, and then again for what each can do.
     """
 
     name, order, by_flag, many_shapes = "replan", 40, True, True
 
     def propose(self, case: Case) -> Iterable[Sketch]:
-        """After a loss, and where workers are slow, have been, or are not used yet."""
+        """Propose shapes after a loss, and where workers are slow, have been, or are not used yet."""
         if not (case.lost or case.speeds or case.is_larger or case.rebalances):
             return
         alive, steady, fits, microbatches = case.alive, case.steady, False, case.job.num_microbatches
@@ -43,7 +45,11 @@ class Replan(Policy):
 
 
 def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mapping[int, Slow]) -> Sketch:
-    """``slow``: besides ``workers``, those that a place may be cut for; otherwise all are taken to be alike."""
+    """Return the sketch for ``found``.
+
+    ``slow`` are workers besides ``workers`` for which places may be cut. If it is empty, all workers are taken to be
+    alike.
+    """
     costs, search, alive = case.profile.costs, case.search, len(case.alive)
     used = sum(sort_of(kind) >= 0 for kind, _ in found.shares)
     note = f"pipelines {search.lengths(found, len(workers))}"
@@ -52,7 +58,7 @@ def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mappin
     if without := alive - len(workers) - used:
         note += f" without {without} slow"
     speeds = None if slow else case.speeds
-    # An estimate knows neither what the fullest worker of other pipelines leaves to these, nor slow links.
+    # The estimate knows neither how much memory the fullest worker of other pipelines leaves, nor slow links.
     is_exact = costs.memory_bytes is not None and not costs.slow_links
     least_s = (found.estimate_s if is_exact else found.least_s) + costs.optimizer_s
     if speeds or not is_exact:

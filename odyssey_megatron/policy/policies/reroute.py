@@ -1,4 +1,4 @@
-"""A worker is lost: others that hold its layers do what it would have done."""
+"""A worker is lost: other holders of its layers do its work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from odyssey_megatron.policy.rerouting import reroute
 
 
 class Reroute(Policy):
-    """Only routes change. Where a shadow begins to compute, the table calls it a takeover."""
+    """Only routes change. If a shadow begins to compute, the table calls it a takeover."""
 
     name, order, by_flag = "reroute", 10, True
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """After a loss."""
+        """Propose it after a loss."""
         if case.lost:
             name = "takeover" if _takes_over(case.previous, case.rerouted) else ""
             yield Proposal(layout=case.rerouted, note="layout kept", name=name)
@@ -26,7 +26,9 @@ class Reroute(Policy):
 
 
 def around_slow(case: Case, note: str) -> Iterable[Proposal]:
-    """The same without the slow, where others hold all that they hold: whatever goes through them is late."""
+    """Propose the same without slow workers, if others hold all their layers: microbatches that go through them are
+    late.
+    """
     if case.slow:
         with contextlib.suppress(PlanInfeasible):
             layout = reroute(case.previous, case.steady, case.profile.costs)
@@ -34,8 +36,8 @@ def around_slow(case: Case, note: str) -> Iterable[Proposal]:
 
 
 def _takes_over(previous: Layout, layout: Layout) -> bool:
-    """Whether a worker computes layers of ``layout`` that it only held before: a shadow's."""
-    stays = {id(route.hops) for route in previous.routes}  # most do, where of many workers some are lost
+    """Return whether a worker computes layers of ``layout`` that it only held before, as a shadow."""
+    stays = {id(route.hops) for route in previous.routes}  # most stay, if few of many workers are lost
     new = {
         (hop.worker, hop.first, hop.last)
         for route in layout.routes

@@ -15,21 +15,21 @@ from odyssey_megatron.policy.proposal import Policy, Proposal
 
 
 class Shift(Policy):
-    """Rerouted, and the boundaries between stages moved besides."""
+    """Reroutes, and moves the boundaries between stages besides."""
 
     name, order = "shift", 30
 
     def propose(self, case: Case) -> Iterable[Proposal]:
-        """After a loss, where the layout can be rerouted."""
+        """Propose it after a loss, if the layout can be rerouted."""
         if not case.lost:
             return
         try:
             rerouted = case.rerouted
-        except PlanInfeasible:  # as reroute says in the table
+        except PlanInfeasible:  # reroute gives the reason in the table
             return
         shifted = dict[Layout, None]()
         reasons = []
-        # Of many workers microbatches are so many that parts make no difference.
+        # With many workers there are so many microbatches that sharing them out in whole ones makes no difference.
         few = len(case.alive) <= MANY_WORKERS
         for in_whole in (False, True) if few else (False,):
             try:
@@ -45,12 +45,14 @@ class Shift(Policy):
 def shift_layers(
     rerouted: Layout, costs: Costs, speeds: Mapping[int, float] | None = None, *, in_whole: bool = False
 ) -> Layout:
-    """``rerouted`` with its stage boundaries moved, away from the stages that lost workers.
+    """Return ``rerouted`` with its stage boundaries moved away from the stages that lost workers.
 
-    The routes stay, so only boundary layers are sent, to the workers of the neighbouring stage. Boundaries are
-    min-max over stages of work / living speed, then as near as possible to where they are. Source: ResiHP's
-    layer repartition (arXiv 2605.06374), on top of rerouting. ``in_whole``: a stage is as fast as the worker that has
-    most to do, since microbatches are not shared out in parts: two are no faster with three of them than with four.
+    The routes stay, so only boundary layers are sent, to the workers of the neighbouring stage. The boundaries minimise
+    the maximum over stages of work / living speed, and among those move as little as possible. Source: ResiHP's layer
+    repartition (arXiv 2605.06374), on top of rerouting.
+
+    ``in_whole``: take a stage to be as fast as the worker in it that has most to do, since microbatches are not
+    shared out in parts: two workers take as long for three microbatches as for four.
 
     Raises:
         PlanInfeasible: the stages are not the same on all routes, or the boundaries are where they should be.
