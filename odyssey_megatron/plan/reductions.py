@@ -94,8 +94,8 @@ def reduction_order(blocks: Sequence[Block], *, behind: int) -> tuple[Block, ...
     In ragged layouts neighbouring blocks share workers, so going through them in layer order would make one
     chain of them all. Blocks without a common holder get one colour and are summed at the same time, colour after
     colour. Source: Chameleon's colouring of the conflict graph (arXiv 2508.21613); a worker's layers are
-    mostly one span, and on such interval graphs the greedy colouring in layer order is optimal. Of a worker's blocks
-    those from layer ``behind`` on come last: that is the tied weight, which is done with embedding and head.
+    mostly one span, and on such interval graphs the greedy colouring in layer order is optimal. The tied
+    weight, the layer ``behind`` all that routes go through, is coloured last: it is done with embedding and head.
     """
     used: dict[int, set[int]] = {}
     colours: list[tuple[int, Block]] = []

@@ -289,9 +289,7 @@ class _Clock:
             self.left[worker] = min(self.left[worker], self.ends[worker].left_s(self.costs, first))
             here -= self.left[worker]
         self.summing[worker].append((code, here, self.position[worker]))
-        self.spans[worker].append(
-            (self.now[worker], self.now[worker])
-        )  # replaced once the sum's times are known
+        self.spans[worker].append((self.now[worker], self.now[worker]))  # replaced once they are known
         self.position[worker] += 1
         found, woken = [code], list[int]()
         while found:
