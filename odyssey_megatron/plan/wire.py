@@ -1,8 +1,8 @@
 """The form in which a generation is sent: a head that all ranks read, and a part for each worker.
 
 The head says who the members are and who holds what. A part says what one worker computes, sends and receives, with
-the layers that move. The programs of equal pipelines are one text, which each worker fills with its own numbers. All routes
-are sent as well, since ranks must know which way others' microbatches went when numbers are not finite.
+the layers that move. The programs of equal pipelines are one text, which each worker fills with its own numbers. All
+routes are sent as well, since ranks must know which way others' microbatches went when numbers are not finite.
 
 Lists of numbers are text as in :mod:`odyssey_megatron.plan.runs`.
 """
