@@ -58,7 +58,7 @@ class Cell:
     """Number of ranks in this cell; ``JobSpec.cell_size`` if it is whole."""
     context: int = 1
     """``context_parallel_size``: number of ranks in a lane that have the same shards, and each a part of the sequence.
-    Smaller in a smaller cell, as are ``lanes`` and ``expert``."""
+    It may be smaller in a smaller cell, as may ``lanes`` and ``expert``."""
     context_levels: tuple[int, ...] = ()
     """``hierarchical_context_parallel_sizes``, innermost (neighbouring ranks) first; their product is ``context``."""
     lanes: int = 1
@@ -163,7 +163,7 @@ class Cell:
 
     @property
     def whole(self) -> Cell:
-        """The whole cell that this one is, or was made of; it has no ``context_levels``, which smaller cells lack."""
+        """The whole cell that this one is, or was made of; then without ``context_levels``, which are not known here."""
         return replace(
             self,
             size=self.full,

@@ -32,7 +32,7 @@ class Generation:
     members: tuple[int, ...]
     """Ranks, ascending."""
     dead: tuple[int, ...]
-    """Ranks lost since the previous generation, ascending."""
+    """Ranks lost since the previous generation."""
     why: str
     previous: Layout | None
     """The layout whose holders are complete and current: that of the last live generation. None: there was none. On a

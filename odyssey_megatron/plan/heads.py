@@ -38,7 +38,7 @@ class Heads:
     """What is known of programs that are in order up to their first sums."""
 
     ends: dict[int, int]
-    """Worker -> the position of the first instruction after its head: a sum or ``STEP``."""
+    """Worker -> the length of its head: the position of the first sum, ``STEP``, or other code that is no visit's."""
     summed_later: list[bool]
     """For each visit, whether its weight gradient is not in a head: it comes after a sum, or is done in parts."""
     peaks: dict[int, int]

@@ -201,12 +201,10 @@ def _least(shape: Shape, rows: list[list[Row]]) -> int:
 def _list_schedule(
     tasks: Tasks, target: list[int], latest: list[float]
 ) -> tuple[list[int], list[list[int]]] | None:
-    """Schedule by the clock; return when each worker is done, and the tasks that it runs.
+    """Schedule by the clock; return when each worker is done, and the tasks that it runs; None if one is late.
 
-    Args:
-        target: a forward is due while the worker has at most ``target[visit]`` microbatches in flight.
-        latest: when each worker must start at the latest, if it is busy from then on. Each task that it runs moves this
-            on (in place). Returns None as soon as some worker cannot be done in time any more.
+    A forward is due while its worker has at most ``target[visit]`` microbatches in flight. ``latest`` is when each
+    worker must start at the latest, to be busy from then on; each task that it runs moves this on, in place.
     """
     count, worker, ticks, size, then = len(tasks.visits), tasks.worker, tasks.ticks, tasks.size, tasks.then
     room = tasks.room

@@ -146,8 +146,8 @@ def ring_of(
     """Return the places of a layer with these ``holders``.
 
     Workers that had a place ``before`` keep their order, and so most of what they have. New workers take the places of
-    lost ones if there are as many of both. If the result has keepers of one slice on one node, all workers are dealt
-    anew from node to node, provided that leaves fewer such pairs.
+    lost ones if there are as many of both, and else come last. Workers are dealt from node to node if nobody had a
+    place before, or if that leaves fewer pairs of keepers of one slice on one node.
 
     Args:
         nodes: the node of each living worker.
