@@ -163,7 +163,7 @@ class Cell:
 
     @property
     def whole(self) -> Cell:
-        """The whole cell that this one is, or was made of; then without ``context_levels``, which are not known here."""
+        """The whole cell that this one is, or was made of (then without ``context_levels``, which are not known)."""
         return replace(
             self,
             size=self.full,
