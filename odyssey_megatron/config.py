@@ -46,7 +46,7 @@ def _flag(default: Any, help_text: str, **extra: Any) -> Any:
     Args:
         extra: ``within`` is the range of allowed numbers; by default a float is a time to wait, in seconds, and an int
             a count of at least one. ``choices`` are the allowed words, or a function that returns them. ``bare`` is
-            the flag's value when it is given without one. ``flag`` is its name, if not by the field's.
+            the value of a flag that is given without one. ``flag`` is its name, if that does not follow from the field.
     """
     if type(default) in (int, float):
         extra.setdefault("within", LIMIT_S if type(default) is float else Between(1, 1_000_000, whole=True))

@@ -39,7 +39,7 @@ NEXT: dict[Phase, tuple[Phase, ...]] = {
     Phase.TRAIN: (Phase.ABORT, Phase.GROUPS),
 }
 """The legal transitions. A rank goes from TRAIN straight to GROUPS when an offered generation begins between two
-steps. TRAIN is also the phase in which a rank finishes the job."""
+steps. TRAIN is also the last phase of a rank that finishes."""
 
 
 class Control(Protocol):
@@ -50,7 +50,7 @@ class Control(Protocol):
 
         Args:
             after: the number of the last generation that this rank has entered.
-            why: what went wrong here, if known. If no generation comes, the coordinator is asked for one with it.
+            why: what went wrong here, if known. If no generation comes the rank asks for one, with this reason.
 
         Raises:
             Fenced: this rank is not in the new generation.
@@ -75,7 +75,7 @@ class Control(Protocol):
 
         Args:
             number: the generation in which this rank has finished.
-            early: the number of steps after which the job ends because it was asked to; -1: it has done all.
+            early: the number of steps done, if the job was asked to end before all were; else -1.
 
         Raises:
             Superseded: somebody died first, and the others may need this rank to finish their step.
@@ -177,7 +177,7 @@ class Recovery:
         """The last failure of a message here, until a new generation explains it; empty: none."""
 
     def carry_out(self, work: Callable[[Generation], T]) -> T:
-        """Return ``work(generation)`` for a live generation; try again in the next one whenever that one ends.
+        """Return ``work(generation)`` of a live generation; whenever that ends, call it again in the next one.
 
         Raises:
             JobStopped: the coordinator says that the job cannot go on (I9).

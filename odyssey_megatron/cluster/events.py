@@ -69,7 +69,7 @@ class RankFinished:
     rank: int
     generation: int
     early: int = -1
-    """The number of steps after which it ended since the job was asked to; -1: it has done all."""
+    """The number of steps done, if the job was asked to end before all were; else -1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ class SlowSums(NamedTuple):
 
     workers: tuple[int, ...]
     crosses: bool
-    """True: slow are sums over some of ``workers`` together with other workers, as the way between them is slow. False:
-    slow are sums over all of ``workers``."""
+    """If true, the slow sums are those over some of ``workers`` together with other workers, as the way between them is
+    slow; else those over all of ``workers``."""
     factor: float
     """Time that these sums take, relative to the usual."""
 
@@ -257,7 +257,7 @@ def is_old(state: ClusterState, death: RankDied) -> bool:
 
 def lost_between(before: ClusterState, after: ClusterState) -> set[int]:
     """Return the ranks of living workers in ``before`` that are not ranks of living workers in ``after``."""
-    if before.workers is after.workers:  # so it is for most events, of which there are some for each rank
+    if before.workers is after.workers:  # true for most events, of which each rank has some
         return set()
     changed = [(a, b) for a, b in zip(before.workers, after.workers, strict=True) if a is not b]
     live = {rank for _, now in changed if now.alive for rank in now.ranks}

@@ -44,8 +44,7 @@ class Timing:
 class Timings:
     """Many timings, as a column for each field.
 
-    ``step``, ``worker`` and ``piece`` are indices into ``steps``, ``workers`` and ``pieces``. All columns have as many
-    elements as there are timings.
+    ``step``, ``worker`` and ``piece`` are indices into ``steps``, ``workers`` and ``pieces``.
     """
 
     steps: tuple[int, ...]
@@ -115,12 +114,9 @@ def _places(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Numbers]:
 
 
 def medians(values: Floats, groups: Numbers, weights: Floats | None = None) -> tuple[Numbers, Floats]:
-    """Return the distinct groups, ascending, and the (weighted) median of the values of each.
+    """Return the distinct groups, ascending, and the (weighted) median of each.
 
-    Args:
-        values: 1-D.
-        groups: the group of each value; of the shape of ``values``.
-        weights: of the shape of ``values``; 1 by default.
+    All arguments are 1-D and of equal length: ``groups`` has the group of each value, and ``weights`` are 1 by default.
     """
     order = np.lexsort((values, groups))
     values, groups = values[order], groups[order]
