@@ -1,4 +1,4 @@
-"""``python -m odyssey_megatron`` is ``odyssey``."""
+"""Make ``python -m odyssey_megatron`` the same as the command ``odyssey``."""
 
 from odyssey_megatron.cli import run_and_end
 

@@ -14,29 +14,29 @@ from odyssey_megatron.inputs import printable
 
 
 def run_and_end() -> NoReturn:
-    """The command as a process."""
+    """Run the command as a process, and exit with its code."""
     from odyssey_megatron.launch.ending import exit_with
 
     exit_with(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit code."""
+    """Run a subcommand and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # closed by who started us
+    if sys.stdout is None:  # the parent process has closed it
         sys.stdout = open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(
                 errors="backslashreplace"
-            )  # a name or a journal may hold what it cannot encode
+            )  # a name or a journal may hold characters that the terminal's encoding lacks
     try:
         code = _command(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return _silenced(128 + signal.SIGINT)
-    except BrokenPipeError:  # who reads has seen enough, as with "| head"
+    except BrokenPipeError:  # the reader has seen enough, as with "| head"
         return _silenced(128 + signal.SIGPIPE)
 
 
@@ -56,7 +56,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def _silenced(code: int) -> int:
-    """``code``; what is still in the buffer of stdout is thrown away, or Python would complain about it at exit."""
+    """Return ``code`` and discard what is left in stdout's buffer, about which Python would complain at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 

@@ -1,10 +1,10 @@
 """Records to and from JSON: the only wire and file format (nothing is ever unpickled).
 
-Supported in a record: ``int float str bool None``, tuples, ``dict[str, T]``, enums, nested dataclasses, named tuples
-(which are lists) and optional values; ``Annotated[T, check]`` is a ``T`` that ``check.check`` lets through (see
+A record may hold ``int float str bool None``, tuples, frozen sets, ``dict[str, T]``, enums, nested dataclasses, named
+tuples (lists in JSON) and optional values. ``Annotated[T, check]`` is a ``T`` that ``check.check`` accepts (see
 ``inputs.Between``). Unknown fields, missing fields, wrong types and numbers out of range raise ``ValueError``, so that
-a malformed message is refused as a whole. Of a ``TypedDict`` only the fields that it names are looked at: what is new
-there is kept.
+a malformed message is refused as a whole. A ``TypedDict`` is the exception: only the fields that it names are checked,
+and unknown ones are kept.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _SHOWN = 5
-"""Of a record's fields that are wrong."""
+"""The largest number of wrong fields that an error names."""
 
 
 _PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 def to_jsonable(value: Any) -> Any:
-    """``value`` as plain dicts, lists and scalars."""
+    """Return ``value`` as plain dicts, lists and scalars."""
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
@@ -46,17 +46,20 @@ def to_jsonable(value: Any) -> Any:
 
 @functools.cache
 def _names(cls: type) -> tuple[str, ...] | None:
-    """Of a record's fields. A large plan has tens of thousands of records, of a few kinds."""
+    """Return the names of a dataclass's fields; None: ``cls`` is no dataclass.
+
+    Cached, since a large plan has tens of thousands of records of a few kinds.
+    """
     return tuple(one.name for one in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
 
 
 def to_json(value: Any) -> str:
-    """Canonical JSON (sorted keys, no spaces): equal records give equal text, so it can be hashed."""
+    """Return canonical JSON (sorted keys, no spaces): equal records give equal text, so it can be hashed."""
     return _canonical(value)
 
 
 def _one_level(value: Any) -> Any:
-    """``value`` as what JSON has; what is in it comes in its turn."""
+    """Return ``value`` as something that JSON has; the encoder calls this again for what is inside."""
     kind: Any = type(value)
     if (names := _names(kind)) is not None:
         return {name: getattr(value, name) for name in names}
@@ -71,16 +74,16 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_on
 
 
 def from_json(cls: type[T], text: str | bytes) -> T:
-    """Parses and checks ``text`` against the annotations of dataclass ``cls``.
+    """Parse ``text`` and check it against the annotations of the dataclass ``cls``.
 
     Raises:
-        ValueError: not JSON, or not a ``cls``.
+        ValueError: ``text`` is not JSON, or not a ``cls``.
     """
     return from_jsonable(cls, parsed(text))
 
 
 def parsed(text: str | bytes) -> Any:
-    """What the JSON ``text`` says. Raises ValueError, also for lists in lists without end."""
+    """Return the parsed JSON ``text``. Raises ValueError, also if lists or objects are nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -93,7 +96,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def from_jsonable(kind: Any, value: Any) -> Any:
-    """``value`` (as parsed by ``json``) as an instance of the annotation ``kind``."""
+    """Return ``value`` (as parsed by ``json``) as an instance of the annotation ``kind``. Raises ValueError."""
     if dataclasses.is_dataclass(kind):
         return _record(kind, value)
     if typing.is_typeddict(kind):
@@ -129,7 +132,7 @@ def _expect(kind: type, value: Any, shown: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """Of lists and objects only what they are: they may be long, or too deep to be written out."""
+    """Return ``value`` for a message; of a list or object only its kind and length, as it may be long or deep."""
     if isinstance(value, (list, dict)):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     return repr(value)[:80] if not isinstance(value, int) or abs(value) < 2**63 else "a longer number"
@@ -165,7 +168,7 @@ def _typed_dict(cls: Any, value: Any) -> Any:
 
 
 def _field(cls: Any, hints: dict[str, Any], name: str, value: Any) -> Any:
-    """The value of a field; what is wrong with it is said with its name."""
+    """Return the value of a field. Raises ValueError with the field's name."""
     try:
         return from_jsonable(hints[name], value)
     except ValueError as error:
@@ -222,4 +225,4 @@ _GENERIC: dict[Any, Callable[[Any, Any], Any]] = {
     frozenset: _frozenset,
     dict: _dict,
 }
-"""By what an annotation with brackets is made of."""
+"""The reader of each annotation with brackets, by its origin (``typing.get_origin``)."""

@@ -1,4 +1,4 @@
-"""``OdysseyConfig``: the one source of every flag, environment variable, default and help text."""
+"""``OdysseyConfig``: the single source of all flags, environment variables, defaults and help texts."""
 
 from __future__ import annotations
 
@@ -27,22 +27,26 @@ ON_SIGTERM = ("auto", "save", "leave", "stop")
 
 
 def policies() -> tuple[str, ...]:
-    """What ``--odyssey-policy`` may be: the best, or one of those that may be asked for."""
-    # Here, so that whoever only reads a journal does not wait for the planner.
+    """Return the values of ``--odyssey-policy``: ``auto``, and each policy that may be asked for by name."""
+    # Imported here, so that a command that only reads a journal does not wait for the planner.
     from odyssey_megatron.policy.policies import POLICIES
 
     return ("auto", *(one.name for one in POLICIES if one.by_flag))
 
 
 LIMIT_S = Between(0.001, 1e6)
-"""Of what is waited for: neither too short for a clock nor too long for a system call."""
+"""The range of times to wait: not too short for a clock, and not too long for a system call."""
 EXPECTED_S = Between(1e-9, 1e10)
-"""Of what is only reckoned with."""
+"""The range of times that only enter calculations."""
 
 
 def _flag(default: Any, help_text: str, **extra: Any) -> Any:
-    """``within`` are the numbers that are allowed; without it, seconds to wait, or a count of at least one. ``choices``
-    are words, or say them; ``bare`` is what the flag means without a value.
+    """Return a dataclass field for a setting.
+
+    Args:
+        extra: ``within`` is the range of allowed numbers; by default a float is a time to wait, in seconds, and an int
+            a count of at least one. ``choices`` are the allowed words, or a function that returns them. ``bare`` is
+            the value of a flag that is given without one. ``flag`` is its name, if that does not follow from the field.
     """
     if type(default) in (int, float):
         extra.setdefault("within", LIMIT_S if type(default) is float else Between(1, 1_000_000, whole=True))
@@ -51,9 +55,10 @@ def _flag(default: Any, help_text: str, **extra: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OdysseyConfig:
-    """All settings. ``field`` is the flag ``--odyssey-field`` and the variable ``ODYSSEY_FIELD``; the flag wins.
+    """All settings of a job.
 
-    ``mode`` is ``--odyssey`` and ``ODYSSEY``.
+    The field ``some_name`` is set by the flag ``--odyssey-some-name`` or the environment variable
+    ``ODYSSEY_SOME_NAME``; the flag wins. ``mode`` is set by ``--odyssey`` or ``ODYSSEY``.
     """
 
     mode: str = _flag(
@@ -246,21 +251,21 @@ class OdysseyConfig:
 
     @property
     def least_holders(self) -> int:
-        """Of each layer; see ``JobSpec.least_holders``."""
+        """The least number of holders of each layer; see ``JobSpec.least_holders``."""
         return 0 if self.redundancy == "off" else 1 + self.redundancy_level
 
     @property
     def is_strict(self) -> bool:
-        """Flags that change nothing are refused."""
+        """Whether flags of Megatron-LM's that change nothing are refused."""
         return self.strict == "on"
 
     @property
     def optimizer_copies(self) -> int:
-        """With a distributed optimizer; see ``JobSpec.optimizer_copies``."""
+        """``JobSpec.optimizer_copies`` of a job with a distributed optimizer."""
         return 1 + self.redundancy_level
 
     def without_effect(self, *, distributed: bool) -> Iterator[tuple[str, str]]:
-        """The flags that are given and change nothing, each with the reason.
+        """Yield each of Odyssey's flags that is given and changes nothing, with the reason.
 
         Args:
             distributed: whether optimizer state is cut into slices.
@@ -276,47 +281,47 @@ class OdysseyConfig:
 
     @property
     def spare_on_host(self) -> bool:
-        """Optimizer state that is kept for a failure only lies in host memory between steps."""
+        """Whether optimizer state that is only kept for a failure lies in host memory between steps."""
         return self.spare_state == "host"
 
     @property
     def slower_for_memory(self) -> float:
-        """See ``JobSpec.slower_for_memory``."""
+        """The value of ``JobSpec.slower_for_memory``."""
         return self.slower_for_memory_percent / 100
 
     @property
     def eager_forwards(self) -> bool:
-        """See ``JobSpec.eager_forwards``."""
+        """Whether eager forwards are asked for; see ``JobSpec.eager_forwards``."""
         return self.redundancy == "compute"
 
     @property
     def uses_nccl(self) -> bool:
-        """Between ranks; else gloo."""
+        """Whether NCCL connects the ranks; otherwise gloo does."""
         return self.device == "cuda" and self.backend == "auto"
 
     @property
     def accepted(self) -> frozenset[str]:
-        """The flags of ``accept``, without their dashes."""
+        """The flags listed in ``accept``, without their dashes."""
         return frozenset(one.strip().removeprefix("--") for one in self.accept.split(",") if one.strip())
 
     @property
     def injections(self) -> tuple[Fault, ...]:
-        """The parsed ``inject``."""
+        """The faults in ``inject``, parsed."""
         return parse_injections(self.inject)
 
 
 def flag_of(setting: Field[Any]) -> str:
-    """The command-line flag of a setting."""
+    """Return the command-line flag of a setting."""
     return str(setting.metadata.get("flag", "--odyssey-" + setting.name.replace("_", "-")))
 
 
 def variable_of(setting: Field[Any]) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return flag_of(setting).removeprefix("--").replace("-", "_").upper()
 
 
 def choices_of(setting: Field[Any]) -> tuple[str, ...]:
-    """The words that a setting may be; none if it may be any."""
+    """Return the words that a setting may be; an empty tuple if it may be any."""
     choices = setting.metadata.get("choices", ())
     return tuple(choices() if callable(choices) else choices)
 
@@ -347,7 +352,7 @@ def _check(config: OdysseyConfig) -> None:
             "would take longer by it. Use --odyssey-device cpu, or lower the clock of the GPU (nvidia-smi "
             "--lock-gpu-clocks), or the rate of the network (tc qdisc)."
         )
-    # The order of the limits: each must be able to expire before the one that would hide it.
+    # Each limit must be able to expire before the next one, which would hide it.
     chain = ("heartbeat_s", "hang_s", "op_timeout_s")
     for shorter, longer in pairwise(chain):
         low, high = getattr(config, shorter), getattr(config, longer)
@@ -360,7 +365,7 @@ def _check(config: OdysseyConfig) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the ``--odyssey-…`` group. Defaults are left out, so that a variable can supply them."""
+    """Add the ``--odyssey-…`` flags, without defaults, so that environment variables can supply values."""
     group = parser.add_argument_group("odyssey")
     for one in fields(OdysseyConfig):
         default = one.default if one.default != "" else "none"
@@ -377,12 +382,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _kind(setting: Field[Any]) -> Any:
-    """What reads a setting's values: a range of numbers, or ``str``."""
+    """Return the callable that reads a setting's value: a range of numbers, or ``str``."""
     return setting.metadata.get("within", str)
 
 
 def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None = None) -> OdysseyConfig:
-    """The settings from parsed flags, else from ``ODYSSEY_…`` variables, else defaults. Raises ConfigError."""
+    """Return the settings from parsed flags, else ``ODYSSEY_…`` variables, else defaults. Raises ConfigError."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for one in fields(OdysseyConfig):
@@ -398,10 +403,10 @@ def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None
 
 
 def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
-    """The settings found among the arguments of a training script, whose other flags are not ours.
+    """Return the settings given among the arguments of a training script, whose other flags are ignored.
 
     Raises:
-        ConfigError: also for a misspelled ``--odyssey-…`` flag.
+        ConfigError: a setting is wrong, or an ``--odyssey-…`` flag is unknown.
     """
     parser = Parser(prog="odyssey run", add_help=False, allow_abbrev=False)
     add_arguments(parser)

@@ -11,25 +11,25 @@ EXIT_BAD_INPUT = 2
 """The command line, the data or the layout is wrong; nothing was trained."""
 
 EXIT_AS_ASKED = 92
-"""A signal asked the job to end early, and it has, behind a step and in the way that training ends."""
+"""A signal asked the job to end early, and it did: after a complete step, in the way that training ends."""
 
 EXIT_LAYERS_LOST = 93
 """The last holder of some layer is gone (I9); the job stopped at its last committed step."""
 
 EXIT_FENCED = 94
-"""Of a rank, not of the job: the others go on without it, since its cell has lost a rank, or it was declared dead."""
+"""Exit code of a rank, not of the job: its cell has lost a rank, or it was declared dead, and the others go on."""
 
 EXIT_UNSOUND = 95
-"""The numbers are wrong on all ranks alike, and nobody should train on with them: see :class:`Unsound`."""
+"""The job's numbers are wrong, and nobody should train on with them: see :class:`Unsound`."""
 
 EXIT_NOT_SAVED = 96
 """All steps are trained, but the last checkpoint could not be saved."""
 
 EXIT_ALIKE = 97
-"""Of a rank, not of the job: another rank has failed with the same error, so that the job ends, with code 1."""
+"""Exit code of a rank, not of the job: another rank has failed with the same error, so the job ends with code 1."""
 
 EXIT_LEFT_OUT = 98
-"""Of a rank, not of the job: its numbers are not those of the others that should have the same (:class:`LeftOut`)."""
+"""Exit code of a rank, not of the job: its numbers are wrong, and the others go on (:class:`LeftOut`)."""
 
 
 class OdysseyError(Exception):
@@ -43,15 +43,18 @@ class ConfigError(OdysseyError):
 
 
 class MegatronIncompatible(ConfigError):
-    """A seam of the installed Megatron is missing or changed: found, expected, tested versions."""
+    """A seam of the installed Megatron is missing or changed.
+
+    The message says what was found, what was expected, and which versions are tested.
+    """
 
 
 class LayoutInvalid(OdysseyError):
-    """A layout breaks an invariant of layouts (every microbatch through every layer)."""
+    """A layout breaks an invariant of layouts, such as that every microbatch goes through every layer."""
 
 
 class ScheduleInvalid(OdysseyError):
-    """A schedule fails ``verify()``: something missing, twice, unmatched or deadlocked."""
+    """A schedule fails ``verify()``: something in it is missing, duplicated, unmatched or deadlocked."""
 
 
 class PlanInfeasible(OdysseyError):
@@ -59,12 +62,14 @@ class PlanInfeasible(OdysseyError):
 
 
 class LayersLost(OdysseyError):
-    """Nobody is left with all that some layers consist of (I9). Exit code 93.
+    """Some layers, or their optimizer state, are lost: no living worker has them (I9). Exit code 93.
 
     Args:
-        ranks: those that had it.
-        num_layers: of the whole model, with embedding and head.
-        copies: on how many holders of a layer its optimizer state was, where holders of all of ``layers`` are left.
+        layers: the lost layers.
+        ranks: the dead ranks that had them.
+        num_layers: the number of layers of the whole model, including embedding and head.
+        copies: if ``layers`` still have holders, and only their optimizer state is lost: the number of copies that
+            there were of it; else 0.
     """
 
     def __init__(self, layers: tuple[int, ...], ranks: tuple[int, ...], *, num_layers: int, copies: int = 0):
@@ -93,15 +98,15 @@ class Superseded(OdysseyError):
 
 
 class PeerFailed(OdysseyError):
-    """A message to or from a peer failed; the recovery loop waits for the generation that says why."""
+    """A message to or from a peer failed. The recovery loop then waits for the generation that explains it."""
 
 
 class Fenced(OdysseyError):
-    """This rank was declared dead (I8): it must stop and may only come back as a new one."""
+    """This rank was declared dead (I8): it must stop, and only a new process may take its place."""
 
 
 class LeftOut(Fenced):
-    """This rank is the odd one out among three or more: its hardware computes wrongly, or its memory has changed."""
+    """This rank's numbers are wrong, as its peers' show: its hardware computes wrongly, or its memory has changed."""
 
     exit_code = EXIT_LEFT_OUT
 
@@ -111,11 +116,11 @@ class ControlPlaneLost(OdysseyError):
 
 
 class TransferIncomplete(OdysseyError):
-    """A layer that the plan gives to this worker did not arrive: a bug in the plan or the transfer."""
+    """A layer, or state of it, that the plan gives to this worker did not arrive: a bug in plan or transfer."""
 
 
 class Unsound(OdysseyError):
-    """Raised by all ranks alike where training on would make it worse."""
+    """The job's numbers are wrong, and training on would make it worse. All ranks raise it alike."""
 
     exit_code = EXIT_UNSOUND
 
@@ -125,15 +130,15 @@ class NotFinite(Unsound):
 
 
 class HoldersDiffer(Unsound):
-    """Two holders of a layer have not the same bytes, and nobody can tell who is right."""
+    """The holders of a layer do not have the same bytes, and it cannot be told whose are right."""
 
 
 class TensorsDiffer(Unsound):
-    """A sender and a receiver have not the same tensors of a layer."""
+    """A sender and a receiver do not have the same tensors of a layer."""
 
 
 class JobStopped(OdysseyError):
-    """The coordinator ended the job; ``exit_code`` says how (93: layers lost)."""
+    """The coordinator ended the job; ``exit_code`` says why (93: layers lost)."""
 
     def __init__(self, why: str, exit_code: int):
         self.exit_code = exit_code

@@ -25,29 +25,29 @@ INJECTION_POINTS = (
     "checkpoint",
     "exchange",
 )
-"""Of a step; of a recovery, named as its phases in ``recover.py``; of the rest: before some steps messages are
-exchanged for their times.
+"""Points at which a fault can be injected: first those of a step, then those of a recovery (named as its phases in
+``recover.py``), then the others. At ``exchange`` workers exchange messages before a measured step to time their links.
 """
 SIGNALS = ("KILL", "STOP")
 STUCK = "STUCK"
-"""No signal: the training thread waits for ever, and the others of its process run on."""
+"""Given in place of a signal: the training thread waits for ever, and the process's other threads run on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """Send ``signal`` to ``rank`` when it reaches point ``at`` of ``step``, or let it be stuck there."""
+    """A signal that is sent to ``rank`` when it reaches point ``at`` of ``step``; or the rank is stuck there."""
 
     rank: int
     step: int
-    """-1: any."""
+    """-1: any step."""
     at: str
     signal: str = "KILL"
     microbatch: int = -1
-    """-1: the first one that comes by."""
+    """-1: whichever comes first."""
     generation: int = -1
     """-1: any; 2 means only in the second generation, e.g. while the interrupted step is finished."""
     incarnation: int = 0
-    """Which of the processes that are this rank one after another; 0 is the first."""
+    """The process of this rank that is meant: 0 is the first one, 1 the one that replaces it."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -56,15 +56,15 @@ class Injection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """The layers of ``rank`` take ``slow`` times their time from ``step`` on."""
+    """The layers of ``rank`` take ``slow`` times as long from ``step`` on."""
 
     rank: int
     step: int
     slow: float
     until: int = -1
-    """The first step that is as it was before; -1: none."""
+    """The first step that is at full speed again; -1: none."""
     incarnation: int = 0
-    """As above."""
+    """As in :class:`Injection`."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -73,23 +73,23 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowLink:
-    """Messages from one rank to another take ``slow`` times their time from ``step`` on."""
+    """Messages from one rank to another take ``slow`` times as long from ``step`` on."""
 
     link: str
     """``3>5``: from rank 3 to rank 5."""
     step: int
     slow: float
     until: int = -1
-    """The first step that is as it was before; -1: none."""
+    """The first step that is at full speed again; -1: none."""
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Sender and receiver."""
+        """The sender and the receiver."""
         return _ends(self.link)
 
 
 def _ends(link: str) -> tuple[int, int]:
-    """Raises ValueError."""
+    """Return the sender and the receiver that ``link`` names. Raises ValueError."""
     ends = [one.strip() for one in link.split(">")]
     if len(ends) != 2 or not all(map(str.isdecimal, ends)) or int(ends[0]) == int(ends[1]):
         raise ValueError(f"two ranks as in '3>5' are expected, found {link!r}")
@@ -97,7 +97,7 @@ def _ends(link: str) -> tuple[int, int]:
 
 
 class _Link:
-    """Reads the name of a link."""
+    """Reads a link, as ``Between`` reads a number."""
 
     @staticmethod
     def read(text: str) -> str:
@@ -110,7 +110,7 @@ SLOWER = Between(1.0, 1000.0)
 
 
 def parse_injections(text: str) -> tuple[Fault, ...]:
-    """Parses the value of ``--odyssey-inject``. Raises ConfigError."""
+    """Parse the value of ``--odyssey-inject``. Raises ConfigError."""
     return tuple(_parse_injection(one.strip()) for one in text.split(";") if one.strip())
 
 

@@ -1,7 +1,7 @@
-"""What comes from outside is checked where it enters, in one way for all commands: numbers, files, command lines.
+"""Checks of numbers, files and command lines from outside, made where these enter and alike for all commands.
 
-A range is written once, beside the setting or field that it is about. argparse takes it as a ``type``, the codec
-finds it in ``Annotated``, and both refuse what is outside with the same words.
+A range is written once, beside the setting or field that it limits. argparse takes it as a ``type``, the codec
+finds it in ``Annotated``, and both refuse a value outside of it with the same words.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from odyssey_megatron.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """The numbers from ``low`` to ``high``; never NaN, and infinity only as an end."""
+    """The range of numbers from ``low`` to ``high``, both included; it never contains NaN."""
 
     low: float
     high: float
     whole: bool = False
 
     def check(self, value: Any) -> Any:
-        """``value``. Raises ValueError if it is outside."""
+        """Return ``value``. Raises ValueError if it is outside the range."""
         if not self.low <= value <= self.high:
             raise ValueError(f"{self} is expected, found {_short(value)}")
         return value
 
     def read(self, text: str) -> Any:
-        """The number that ``text`` says. Raises ValueError if it says none, or one outside."""
+        """Return the number in ``text``. Raises ValueError if it is no number, or outside the range."""
         try:
             value = int(text) if self.whole else float(text)
         except ValueError:
@@ -40,7 +40,7 @@ class Between:
         return self.check(value)
 
     def __call__(self, text: str) -> Any:
-        """For argparse's ``type``."""
+        """Read ``text`` as argparse's ``type`` does, with its exception."""
         try:
             return self.read(text)
         except ValueError as error:
@@ -69,26 +69,27 @@ def _short(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` in one line that leaves a terminal as it is: what a file or a command line holds may end up in it."""
+    """Return ``text`` in one line that cannot control a terminal: it may quote a file or a command line."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors like those of everything else: ConfigError, in place of usage and an exit."""
+    """An argparse parser that raises ConfigError, as all other checks do, instead of printing usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. '{self.prog} --help' lists what there is.")
 
 
 MAX_FILE_BYTES = 64 * 2**20
-"""Of a profile or a trace; those that runs write have some kilobytes."""
+"""The largest profile or trace that is read; those that runs write have some kilobytes."""
 
 
 def read_text(path: str | Path) -> str:
-    """The whole of a text file that a user has named; a mark of the byte order is left out.
+    """Return the contents of a text file that a user has named, without a byte order mark.
 
     Raises:
-        ValueError: missing, unreadable, no file (a pipe without a writer would block for ever), too long or not UTF-8.
+        ValueError: the file is missing, unreadable, too long or not UTF-8, or it is no regular file (a pipe without a
+            writer would block for ever).
     """
     raw = read_bytes(path, MAX_FILE_BYTES)
     try:
@@ -98,9 +99,9 @@ def read_text(path: str | Path) -> str:
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """As :func:`read_text`, for a file of at most ``most`` bytes."""
+    """Return the bytes of a file of at most ``most`` bytes. Raises ValueError as :func:`read_text`."""
     try:
-        # Without blocking, or a pipe is opened only when somebody writes to it.
+        # Non-blocking: opening a pipe would otherwise wait until somebody writes to it.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):

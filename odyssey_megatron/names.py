@@ -1,5 +1,6 @@
-"""How people count: layers and iterations as Megatron numbers them, from 1, where plans and journals begin at 0; and
-sizes.
+"""Names for people: of layers, steps and sizes.
+
+Megatron numbers layers and iterations from 1, while plans and journals count from 0.
 """
 
 from __future__ import annotations
@@ -7,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 _FEW = 16
-"""Of a large job, ranks or nodes that a message names."""
+"""The largest number of ranks or nodes that a message names."""
 
 
 def layer_name(layer: int, num_layers: int) -> str:
-    """A planner's layer in words; ``num_layers`` counts embedding and head, too."""
+    """Return the name of a layer of the planner's numbering; ``num_layers`` includes embedding and head."""
     return _named(num_layers).get(layer, f"layer {layer}")
 
 
@@ -20,7 +21,7 @@ def _named(num_layers: int) -> dict[int, str]:
 
 
 def layer_names(layers: Iterable[int], num_layers: int) -> str:
-    """``the embedding, layers 1 to 3, layer 5 and the head``."""
+    """Return the names of layers, as in ``the embedding, layers 1 to 3, layer 5 and the head``."""
     ends, inner = _named(num_layers), list[list[int]]()
     named = sorted(layers)
     for layer in named:
@@ -37,16 +38,16 @@ def layer_names(layers: Iterable[int], num_layers: int) -> str:
 
 
 def first_few(numbers: Sequence[int]) -> tuple[Sequence[int], str]:
-    """Those of ``numbers`` that a message names, and what it says of the others."""
+    """Return those of ``numbers`` that a message names, and its words for the others (``" and 3 more"``)."""
     more = len(numbers) - _FEW
     return numbers[:_FEW], f" and {more} more" if more > 0 else ""
 
 
 def step_name(step: int) -> str:
-    """A step of the journal, and Megatron's name for it."""
+    """Return a step's number in the journal together with Megatron's: ``step 7 (iteration 8)``."""
     return f"step {step} (iteration {step + 1})"
 
 
 def size_text(size_bytes: int) -> str:
-    """``71.6 GiB``, and what is small to the byte."""
+    """Return a size as text: in GiB (``71.6 GiB``), or to the byte below one GiB."""
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes:,} bytes"

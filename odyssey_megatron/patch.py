@@ -1,8 +1,8 @@
 """``odyssey patch``: puts Odyssey's few lines into a Megatron-LM checkout, and takes them out byte for byte.
 
-After it the job runs under launchers that know nothing of Odyssey. What is put where is data: ``patches/`` has a folder
-for each supported tag with the files and the lines there (anchors) that ours stand beside. Ours lie between two marks,
-the first with a digest, so that they can be told from lines that somebody has edited.
+A patched checkout runs under launchers that know nothing of Odyssey. Data says what is put where: ``patches/`` has a
+folder for each supported tag, which lists the files, and in each the line (anchor) beside which our lines stand. These
+are enclosed in two marks, of which the first has a digest of them, so that edits by others are noticed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ _NO_EDIT = "Start the job with 'odyssey run': that needs no patch."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Insertion:
-    """Our lines in one file."""
+    """The lines that are inserted into one file."""
 
     file: str
     anchor: str
-    """The one line of the file that ours stand beside."""
+    """The line of the file beside which ours are inserted; it must occur once."""
     after: bool
+    """Whether ours stand after the anchor, and not before it."""
     lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """What one tag of Megatron-LM gets."""
+    """The insertions for one tag of Megatron-LM."""
 
     tag: str
     version: str
@@ -56,7 +57,7 @@ class Change:
 
 
 def supported(folder: Path | None = None) -> tuple[Patch, ...]:
-    """The patches that there are, by tag."""
+    """Return the patches in ``folder`` (default: :func:`data`), in the order of their tags."""
     folder = folder or data()
     ours = (folder / "lines.txt").read_text()
     patches = []
@@ -76,13 +77,13 @@ def supported(folder: Path | None = None) -> tuple[Patch, ...]:
 
 
 def data() -> Path:
-    """The folder that has one for each tag."""
+    """Return the folder that has a subfolder for each supported tag."""
     package = Path(__file__).parent
     return next(one for one in (package / "patches", package.parent / "patches") if one.is_dir())
 
 
 def install(checkout: Path) -> tuple[Change, ...]:
-    """What installing changes: nothing if it is installed. Raises ConfigError."""
+    """Return the changes that installing would make: none if all is installed. Raises ConfigError."""
     changes = []
     for insertion in _patch_for(checkout).insertions:
         before = _read(checkout, insertion.file)
@@ -92,7 +93,7 @@ def install(checkout: Path) -> tuple[Change, ...]:
 
 
 def uninstall(checkout: Path) -> tuple[Change, ...]:
-    """What uninstalling changes, whichever version the lines are for. Raises ConfigError."""
+    """Return the changes that uninstalling would make, whatever tag the lines are for. Raises ConfigError."""
     _version(checkout)
     names = sorted({one.file for patch in supported() for one in patch.insertions})
     changes = []
@@ -103,7 +104,7 @@ def uninstall(checkout: Path) -> tuple[Change, ...]:
 
 
 def status(checkout: Path) -> list[str]:
-    """A line for the checkout and one for each of its files. Raises ConfigError."""
+    """Return a line of text about the checkout, and one about each file of its patch. Raises ConfigError."""
     patch = _patch_for(checkout)
     lines = [f"{checkout}: megatron-core {patch.version} ({patch.tag})"]
     for insertion in patch.insertions:
@@ -116,7 +117,7 @@ def status(checkout: Path) -> list[str]:
 
 
 def write(changes: Sequence[Change]) -> None:
-    """Carries out all changes or none. Raises ConfigError."""
+    """Carry out all changes or none. Raises ConfigError."""
     ready: list[tuple[Change, str]] = []
     done: list[Change] = []
     try:
@@ -134,12 +135,12 @@ def write(changes: Sequence[Change]) -> None:
 
 
 def diff(changes: Sequence[Change]) -> bytes:
-    """The changes as ``git apply`` takes them."""
+    """Return the changes as a diff that ``git apply`` takes."""
     return b"".join(row for change in changes for row in _diff(change))
 
 
 def main(argv: Sequence[str]) -> int:
-    """``odyssey patch``. Raises ConfigError."""
+    """Run ``odyssey patch`` and return its exit code. Raises ConfigError."""
     parser = Parser(prog="odyssey patch", description="Odyssey's lines in a Megatron-LM checkout.")
     parser.add_argument("action", choices=("install", "uninstall", "status"))
     parser.add_argument("checkout", type=Path, metavar="PATH", help="the Megatron-LM checkout")
@@ -193,7 +194,7 @@ def _read(checkout: Path, name: str) -> bytes:
 
 
 def _insert(text: bytes, insertion: Insertion) -> bytes:
-    """``text`` with our lines; in the file's own line endings, and without one at the end if it has none."""
+    """Return ``text`` with our lines in the file's own line endings; one that ends without still does."""
     rows = text.splitlines(keepends=True)
     places = [number for number, row in enumerate(rows) if _bare(row) == insertion.anchor.encode()]
     if len(places) != 1:
@@ -216,7 +217,7 @@ def _insert(text: bytes, insertion: Insertion) -> bytes:
 
 
 def _remove(text: bytes, name: str) -> bytes:
-    """``text`` without the lines between our marks, if there are any. Raises ConfigError if they were edited."""
+    """Return ``text`` without our marks and the lines between them. Raises ConfigError if these were edited."""
     rows = text.splitlines(keepends=True)
     begin = [number for number, row in enumerate(rows) if row.startswith(_BEGIN)]
     end = [number for number, row in enumerate(rows) if row.startswith(_END)]
@@ -239,7 +240,7 @@ def _remove(text: bytes, name: str) -> bytes:
 
 
 def _block(lines: Sequence[str]) -> list[bytes]:
-    """Our lines between their marks, without line endings."""
+    """Return our lines between their marks, without line endings."""
     contents = [line.encode() for line in lines]
     digest = hashlib.blake2b(b"\n".join(contents), digest_size=4).hexdigest()
     return [_BEGIN + f"{digest}: 'odyssey patch uninstall' takes this out".encode(), *contents, _END]
@@ -258,7 +259,7 @@ def _changed(changes: Sequence[Change]) -> tuple[Change, ...]:
 
 
 def _write_beside(path: Path, text: bytes) -> str:
-    """A new file next to ``path`` with its mode. Raises OSError."""
+    """Write ``text`` to a new file next to ``path``, with the same mode; return its path. Raises OSError."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "wb") as file:

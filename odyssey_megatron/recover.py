@@ -1,12 +1,12 @@
-"""The whole flow on one screen. Read this file first.
+"""The whole flow of a job, from start to end and through its failures. Read this file first.
 
     failure event -> ClusterState -> decide() -> Plan -> rebuild -> execute -> measurements -> Profile -> (decide)
        launch/        cluster/       policy/     plan/   rebuild/   execute/     execute/      policy/
 
-The coordinator (``launch/coordinator.py``) is the only one who decides: it applies what happened to the
-``ClusterState``, has ``policy/decide.py`` find and verify the best plan for it, and publishes both as a new
-``Generation``. Every rank has a :class:`Recovery`: it enters the newest generation, works until that generation
-ends, and enters the next. Starting a job and recovering from a failure are the same code.
+Only the coordinator (``launch/coordinator.py``) decides: it applies each event to the ``ClusterState``, has
+``policy/decide.py`` find and verify the best plan for that state, and publishes both as a new ``Generation``. Every
+rank has a :class:`Recovery`, which enters the newest generation, works until that generation ends, and enters the
+next. Starting a job and recovering from a failure are the same code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Phase(enum.Enum):
-    """Where a rank stands. Each phase can be cut short by a newer generation, which leads back to ABORT."""
+    """The phase of a recovery that a rank is in. A newer generation can cut each phase short: then ABORT follows."""
 
     ABORT = "abort"
     GROUPS = "groups"
@@ -38,90 +38,114 @@ NEXT: dict[Phase, tuple[Phase, ...]] = {
     Phase.TRANSFER: (Phase.TRAIN, Phase.ABORT),
     Phase.TRAIN: (Phase.ABORT, Phase.GROUPS),
 }
-"""The legal transitions. From TRAIN to GROUPS: an offered generation begins between two steps. After TRAIN a rank may
-also be done."""
+"""The legal transitions. A rank goes from TRAIN straight to GROUPS when an offered generation begins between two
+steps. TRAIN is also the last phase of a rank that finishes."""
 
 
 class Control(Protocol):
-    """This rank's line to the coordinator (``launch/member.py``)."""
+    """This rank's connection to the coordinator (implemented in ``launch/member.py``)."""
 
     def next_generation(self, after: int, *, why: str = "") -> Generation:
-        """Waits for a generation newer than ``after``, and asks for one if none comes: ``why`` it needs one, if it
-        knows. Raises Fenced if this rank is not in it, JobStopped if there is none (I9).
+        """Wait for a generation newer than ``after`` and return it.
+
+        Args:
+            after: the number of the last generation that this rank has entered.
+            why: what went wrong here, if known. If no generation comes the rank asks for one, with this reason.
+
+        Raises:
+            Fenced: this rank is not in the new generation.
+            JobStopped: there will be no new generation (I9).
         """
         ...
 
     def take_offer(self, number: int) -> None:
-        """Offered generation ``number`` is the newest one from now on, unless there is a newer one."""
+        """Treat the offered generation ``number`` as the newest one from now on, unless there is a newer one."""
         ...
 
     def report_live(self, number: int, done: int) -> None:
-        """All state of the plan is here, and so many pieces of common work are done; must return before the first
-        step's agreement is entered.
+        """Report that this rank has all its state of generation ``number``.
+
+        ``done`` is the number of pieces of common work that the job has done. The call must return before this rank
+        enters the agreement of the generation's first step.
         """
         ...
 
     def finish(self, number: int, early: int = -1) -> None:
-        """All steps are committed here; returns when they are everywhere. Raises Superseded if one must help."""
+        """Report that all steps are committed here, and return when they are committed everywhere.
+
+        Args:
+            number: the generation in which this rank has finished.
+            early: the number of steps done, if the job was asked to end before all were; else -1.
+
+        Raises:
+            Superseded: somebody died first, and the others may need this rank to finish their step.
+        """
         ...
 
 
 class Rank(Protocol):
-    """What a rank does in each phase (``execute/rank.py``). Every method raises Superseded or PeerFailed at need."""
+    """What a rank does in each phase (implemented in ``execute/rank.py``).
+
+    Every method may raise Superseded or PeerFailed.
+    """
 
     @property
     def committed(self) -> int:
-        """Steps committed so far; the next step's number."""
+        """Number of steps committed so far, which is also the next step's number."""
         ...
 
     @property
     def done(self) -> int:
-        """Pieces of common work that the job has done: steps, and what was done together."""
+        """Number of pieces of common work that the job has done: steps, and calls of :meth:`together`."""
         ...
 
     @property
     def own(self) -> int:
-        """Those that this rank has had a part in. What the others did while it was away, e.g. before it was asked to
-        join once more, is not among them.
+        """Number of pieces of common work that this rank has had a part in.
+
+        What the others did while it was away, e.g. before it was asked to join once more, does not count.
         """
         ...
 
     def enter_phase(self, phase: Phase) -> None:
-        """Notes the time. Raises if the transition is not in NEXT."""
+        """Note the time at which ``phase`` begins. Raises if the transition is not in NEXT."""
         ...
 
     def abort(self, why: Exception) -> None:
-        """Leaves every wait of the old generation, and makes neighbours leave theirs."""
+        """Leave every wait of the old generation, and make neighbours leave theirs."""
         ...
 
     def build_groups(self, generation: Generation) -> None:
-        """Exactly the groups that the plan needs, and none without the generation's number in its name (I7)."""
+        """Build exactly the groups that the plan needs, all with the generation's number in their names (I7)."""
         ...
 
     def agree(self, generation: Generation) -> None:
-        """All members carry out the same plan; a step that somebody has committed is finished by everybody (I5), and an
-        interrupted one goes on where it was, or is done again.
+        """Make sure that all members carry out the same plan, and are equally far.
+
+        A step that somebody has committed is finished by everybody (I5). An interrupted step goes on where it was, or
+        is done again.
         """
         ...
 
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
-        """Moves the missing layers and assembles this rank's blocks.
+        """Move the missing layers and assemble this rank's blocks.
 
-        Calls ``live`` when all is here: at once, or in an offered generation before its first agreement, as the layers
-        may move while the first step computes.
+        Calls ``live`` when all state is here. That is before this method returns, except in an offered generation,
+        whose layers may move while the first step computes: there it is before that step's agreement.
         """
         ...
 
     @property
     def is_over(self) -> bool:
-        """The groups are aborted, on a device that goes on with what that has left: nothing that comes of it counts, be
-        it an error.
+        """Whether the groups are aborted while the device still runs what was queued.
+
+        Nothing that comes of that work counts, not even an error.
         """
         ...
 
     @property
     def ends(self) -> bool:
-        """The job was asked to end, and the last committed step is the last one: on all ranks or on none."""
+        """Whether the job was asked to end and ends with the last committed step: true on all ranks or on none."""
         ...
 
     @property
@@ -130,15 +154,15 @@ class Rank(Protocol):
         ...
 
     def run_step(self, generation: Generation) -> None:
-        """One training step; committed when it returns."""
+        """Run one training step, which is committed when this returns."""
         ...
 
     def settle(self) -> None:
-        """Nothing of what is committed is still on its way when it returns."""
+        """Wait until nothing of what is committed is still on its way."""
         ...
 
     def together(self, work: Callable[[Any], None]) -> None:
-        """``work(world)`` and a barrier; done when it returns."""
+        """Call ``work(world)`` and wait at a barrier; the piece of common work is done when this returns."""
         ...
 
 
@@ -150,10 +174,10 @@ class Recovery:
         self._number = 0
         self._live: Generation | None = None
         self._why = ""
-        """What has gone wrong here that no news of another rank explains yet."""
+        """The last failure of a message here, until a new generation explains it; empty: none."""
 
     def carry_out(self, work: Callable[[Generation], T]) -> T:
-        """``work`` in a live generation; once more, in the next one, whenever its generation ends.
+        """Return ``work(generation)`` of a live generation; whenever that ends, call it again in the next one.
 
         Raises:
             JobStopped: the coordinator says that the job cannot go on (I9).
@@ -174,10 +198,10 @@ class Recovery:
                 self._rank.abort(why)
 
     def step(self) -> None:
-        """The next training step. An offered generation that all have prepared begins before it.
+        """Run the next training step. An offered generation that all have prepared begins before it.
 
-        Returns with a step that this rank has had its part in: the next one, or, if it has just joined and the others
-        went on without it, whichever they let it into.
+        Returns after a step that this rank had a part in. That is the next step, or, if this rank has just joined
+        and the others went on without it, the first one that it takes part in.
         """
         if self._rank.boundary:
             self._control.take_offer(self._rank.boundary)
@@ -185,9 +209,9 @@ class Recovery:
         self._carry_out_once(self._rank.run_step)
 
     def together(self, work: Callable[[Any], T]) -> T:
-        """``work(world)``, which all ranks do together besides steps: an evaluation, a checkpoint, a barrier.
+        """Return ``work(world)``, which all ranks do together besides steps: an evaluation, a checkpoint, a barrier.
 
-        It is done again wherever a failure cuts it short, unless somebody is through with it: then everybody is.
+        If a failure cuts it short it is done again, unless some rank has completed it: then it is done for all.
         """
         results: list[T] = []
 
@@ -198,11 +222,11 @@ class Recovery:
         return results[0]
 
     def settle(self) -> None:
-        """What the last step has left under way is here, whatever happens meanwhile."""
+        """Wait until what the last step has left on its way has arrived, through any failures meanwhile."""
         self.carry_out(lambda generation: self._rank.settle())
 
     def finish(self, early: int = -1) -> None:
-        """The job is over; ``early``: see :meth:`Control.finish`."""
+        """End the job together with the other ranks; ``early``: see :meth:`Control.finish`."""
 
         def work(generation: Generation) -> None:
             self._rank.settle()
@@ -211,8 +235,10 @@ class Recovery:
         self.carry_out(work)
 
     def _carry_out_once(self, work: Callable[[Generation], None]) -> None:
-        """Until this rank has had its part in one more piece of common work, be it that another one's coming through
-        has completed it.
+        """Do one more piece of common work, and do it once.
+
+        ``work`` is not called again if this rank has had its part by then: when another rank has completed the
+        piece before a failure, entering the next generation completes it here, too.
         """
         before = self._rank.own
 
@@ -244,10 +270,17 @@ def train(
     after_step: Callable[[Recovery], None] = lambda recovery: None,
     at_end: Callable[[Recovery], None] = lambda recovery: None,
 ) -> None:
-    """Trains until ``train_steps`` are committed everywhere, or fewer if the job is asked to end, through any number of
-    generations. Raises as above.
+    """Train until ``train_steps`` steps are committed everywhere, through any number of generations.
 
-    ``at_end`` is part of the job: what is done together there is done again by those who are left, if somebody dies.
+    The job may end earlier if it is asked to.
+
+    Args:
+        after_step: called after each step.
+        at_end: called after the last step. It is part of the job: if a rank dies during what is done together there,
+            the remaining ranks do it again.
+
+    Raises:
+        JobStopped, Fenced: as :meth:`Recovery.carry_out`.
     """
 
     recovery = Recovery(control, rank)

@@ -1,1 +1,1 @@
-"""Who is there: ids, events, and the pure state machine of membership. Standard library only."""
+"""The cluster: cells of ranks, events, and membership as a pure state machine. Standard library only."""

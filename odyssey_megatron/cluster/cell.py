@@ -1,4 +1,8 @@
-"""Which ranks a worker has, and what of a layer each of them."""
+"""Cells: which ranks a worker has, and which parts of a layer, a sequence and a batch each of them has.
+
+A whole cell has one *place* for each of its ranks. A smaller cell, which has lost ranks for good, has as many places,
+and each of its ranks fills several of them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 
 class ParallelSizes(Protocol):
-    """Of a worker, in Megatron's words."""
+    """The parallel sizes that make up a worker, by Megatron's names."""
 
     @property
     def tensor_model_parallel_size(self) -> int: ...
@@ -25,17 +29,17 @@ class ParallelSizes(Protocol):
 
 
 Shapes = Mapping[int, int]
-"""Worker -> how many places each of its ranks fills (``Cell.each``), of those that are not whole."""
+"""Worker -> the number of places that each of its ranks fills (``Cell.each``), for smaller cells only."""
 NO_SHAPES: Shapes = MappingProxyType({})
 
 
 class Each(NamedTuple):
-    """How much of a layer a rank has, beside one of a whole cell."""
+    """How much of a layer a rank has, as multiples of what a rank of a whole cell has."""
 
     shards: int = 1
-    """Of what is cut over tensor-parallel ranks."""
+    """Of the weights that are cut over tensor-parallel ranks."""
     experts: int = 1
-    """Of those that are spread over expert-parallel ranks: so many times as many."""
+    """Of the experts, which are spread over expert-parallel ranks."""
 
 
 ONE = Each()
@@ -43,32 +47,36 @@ ONE = Each()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Which worker a rank belongs to, and its place there: consecutive ranks in Megatron's order, tensor parallelism
-    first, context parallelism second, and third the replicas over which experts are spread (lanes).
+    """The cell that a rank belongs to, and the rank's position in it.
+
+    A cell's ranks are consecutive, in Megatron's order: tensor parallelism varies fastest, then context parallelism,
+    then the replicas over which experts are spread (lanes).
     """
 
     rank: int
     size: int = 1
-    """Ranks of this cell; where it is whole, ``JobSpec.cell_size``."""
+    """Number of ranks in this cell; ``JobSpec.cell_size`` if it is whole."""
     context: int = 1
-    """``context_parallel_size``: ranks of a lane that have the same shards, and each a part of the sequence."""
+    """``context_parallel_size``: number of ranks in a lane that have the same shards, and each a part of the sequence.
+    It may be smaller in a smaller cell, as may ``lanes`` and ``expert``."""
     context_levels: tuple[int, ...] = ()
-    """``hierarchical_context_parallel_sizes``, whose product ``context`` is: ranks in a row, rows in a row, ..."""
+    """``hierarchical_context_parallel_sizes``, innermost (neighbouring ranks) first; their product is ``context``."""
     lanes: int = 1
-    """Each computes a microbatch of its own, in step with the others; where it has lost ranks several in turn."""
+    """Number of lanes. Each computes a microbatch of its own, in step with the others; in a smaller cell several in
+    turn (``lane_each``)."""
     expert: int = 1
-    """``expert_model_parallel_size``: ranks that have each some of a layer's experts."""
+    """``expert_model_parallel_size``: number of ranks over which a layer's experts are spread."""
     expert_tensor: int = 0
-    """``expert_tensor_parallel_size``: ranks that have each a part of the same experts; 0: as ``tensor``."""
+    """``expert_tensor_parallel_size``: number of ranks that each have a part of the same experts; 0: as ``tensor``."""
     each: int = 1
-    """Places of a whole cell that each rank fills: more than one in a smaller cell, which has lost ranks and goes on
-    with the first so many."""
+    """Number of places of a whole cell that each rank fills; more than 1 in a smaller cell. It is the product of
+    ``context_each``, ``lane_each`` and ``tensor_each``."""
     context_each: int = 1
-    """Of these, context-parallel ones, so many parts of the sequence; the others are lanes, or parts of layers."""
+    """Number of parts of the sequence that each rank has."""
     lane_each: int = 1
-    """Of these, lanes: so many microbatches of a plan's one."""
+    """Number of a whole cell's lanes whose microbatches each rank computes, for one microbatch of the plan."""
     expert_each: int = 1
-    """Expert-parallel ranks of a whole cell whose experts each rank has."""
+    """Number of a whole cell's expert-parallel ranks whose experts each rank has."""
 
     @classmethod
     def of(
@@ -81,7 +89,10 @@ class Cell:
         expert: int = 1,
         expert_tensor: int | None = None,
     ) -> Cell:
-        """By Megatron's sizes. A worker is as many ranks as have the whole sequence, and all experts."""
+        """Return the whole cell of ``rank`` for Megatron's sizes.
+
+        It has as many ranks as have the whole sequence and all experts between them.
+        """
         sequence, experts = tensor * context, expert * (expert_tensor or tensor)
         # With one expert-parallel rank Megatron cuts experts like other weights.
         size = math.lcm(sequence, experts) if expert > 1 else sequence
@@ -97,7 +108,7 @@ class Cell:
 
     @classmethod
     def in_job(cls, rank: int, sizes: ParallelSizes) -> Cell:
-        """As :meth:`of`, by what calls them as Megatron does: its arguments or its config, or a ``JobSpec``."""
+        """As :meth:`of`, for an object with Megatron's names: its arguments, its config, or a ``JobSpec``."""
         return cls.of(
             rank,
             tensor=sizes.tensor_model_parallel_size,
@@ -108,9 +119,11 @@ class Cell:
         )
 
     def divisions(self, *, tensor: bool) -> tuple[int, ...]:
-        """How many places each rank may fill, ascending, where this cell is whole. Context-parallel ranks are put
-        together first: they have the same of each layer. Then lanes, whose ranks have the same but for experts; and in
-        cells without expert parallelism, if ``tensor``, tensor-parallel ranks.
+        """Return the values that ``each`` may have in smaller cells made of this whole one, ascending.
+
+        Context-parallel ranks are put together first, as they have the same of each layer. Next are lanes, whose ranks
+        have the same except for experts. Tensor-parallel ranks are put together only without expert parallelism, and
+        if ``tensor``.
         """
         levels = (1, self.context) if self.context_levels else range(1, self.context + 1)
         found = [one for one in levels if self.context % one == 0]
@@ -119,11 +132,11 @@ class Cell:
             of_tensor = range(2, self.tensor + 1) if tensor else ()
             return (*found, *(self.context * one for one in of_tensor if self.tensor % one == 0))
         if self.expert_tensor not in (0, self.tensor):
-            return (1,)  # the experts of ranks that are put together would not follow upon each other
+            return (1,)  # the experts of ranks that are put together would not be consecutive
         return tuple(one for one in found if self.expert % one == 0 or one % self.expert == 0)
 
     def smaller(self, each: int) -> Cell:
-        """This rank's cell, which is whole, with one rank where there were ``each``, one of its :meth:`divisions`."""
+        """Return this whole cell with one rank for every ``each``, which is one of its :meth:`divisions`."""
         if each == 1:
             return self
         of_context, of_experts = min(each, self.context), min(each, self.expert)
@@ -143,14 +156,14 @@ class Cell:
         )
 
     def of_worker(self, worker: int, each: int) -> list[Cell]:
-        """The ranks of ``worker``, of which each fills so many places."""
+        """Return the cells of all ranks of ``worker``, each of which fills ``each`` places."""
         whole = self if self.each == 1 else self.whole
         shaped = replace(whole, rank=worker * self.full).smaller(each)
         return [replace(shaped, rank=rank) for rank in shaped.ranks]
 
     @property
     def whole(self) -> Cell:
-        """Of this one, as far as smaller cells know it: without levels of context-parallel ranks."""
+        """The whole cell that this one is, or was made of (then without ``context_levels``, which are not known)."""
         return replace(
             self,
             size=self.full,
@@ -165,17 +178,17 @@ class Cell:
 
     @property
     def full(self) -> int:
-        """``JobSpec.cell_size``: ranks of a whole cell, and the places that there are in any."""
+        """``JobSpec.cell_size``: number of ranks of a whole cell, and of places in any cell."""
         return self.size * self.each
 
     @property
     def full_context(self) -> int:
-        """Parts of the sequence in a whole cell: ``context_parallel_size``."""
+        """``context_parallel_size``: number of parts of the sequence."""
         return self.context * self.context_each
 
     @property
     def full_lanes(self) -> int:
-        """Microbatches that a whole cell computes at once."""
+        """Number of lanes of a whole cell, and so of microbatches that it computes at once."""
         return self.lanes * self.lane_each
 
     @property
@@ -185,17 +198,17 @@ class Cell:
 
     @property
     def tensor_each(self) -> int:
-        """Tensor-parallel parts of each layer that this rank has."""
+        """Number of tensor-parallel shards of each layer that this rank has."""
         return self.each // (self.context_each * self.lane_each)
 
     @property
     def of_layer(self) -> Each:
-        """What this rank has of each layer."""
+        """How much of each layer this rank has."""
         return Each(self.tensor_each, self.expert_each)
 
     @property
     def full_tensor(self) -> int:
-        """Those of a whole cell: ``tensor_model_parallel_size``."""
+        """``tensor_model_parallel_size``: number of tensor-parallel ranks in a lane of a whole cell."""
         return self.tensor * self.tensor_each
 
     @property
@@ -204,19 +217,20 @@ class Cell:
 
     @property
     def index(self) -> int:
-        """This rank's number in its cell."""
+        """This rank's index in its cell."""
         return self.rank % self.full
 
     @property
     def tensor(self) -> int:
-        """Tensor-parallel ranks of this cell; where it is whole, ``tensor_model_parallel_size``: ranks of a lane that
-        have the same part of the sequence.
+        """Number of tensor-parallel ranks: those of a lane of this cell that have the same part of the sequence.
+
+        It is ``tensor_model_parallel_size`` if the cell is whole.
         """
         return self.size // (self.context * self.lanes)
 
     @property
     def tensor_rank(self) -> int:
-        """This rank's number among those."""
+        """This rank's index in its tensor-parallel group."""
         return self.index % self.tensor
 
     @property
@@ -226,7 +240,10 @@ class Cell:
 
     @property
     def held_parts(self) -> tuple[int, ...]:
-        """Which of the :attr:`parts` of its layers this rank has. In a smaller gang they are alike but for experts."""
+        """Which of the :attr:`parts` of its layers this rank has.
+
+        In a smaller gang the parts of one rank differ in their experts only.
+        """
         if self.each == 1:
             return (self.index % self.parts,)
         if self.full_expert == 1:
@@ -236,7 +253,7 @@ class Cell:
 
     @property
     def context_rank(self) -> int:
-        """Which part of the sequence this rank has."""
+        """This rank's index in its context-parallel group."""
         return self.index // self.tensor % self.context
 
     @property
@@ -246,27 +263,27 @@ class Cell:
 
     @property
     def lane(self) -> int:
-        """The number of this rank's among those of its cell."""
+        """The index of this rank's lane in its cell."""
         return self.index // (self.tensor * self.context)
 
     @property
     def held_lanes(self) -> range:
-        """Which of a whole cell's microbatches this rank computes."""
+        """Which of a whole cell's lanes this rank computes the microbatches of."""
         return range(self.lane * self.lane_each, (self.lane + 1) * self.lane_each)
 
     @property
     def expert_parts(self) -> int:
-        """Parts in which the experts of a layer are: on ranks in a row."""
+        """Number of parts into which a layer's experts are divided in this cell, on as many consecutive ranks."""
         return self.expert * (self.expert_tensor or self.tensor)
 
     @property
     def full_expert_parts(self) -> int:
-        """Those of a whole cell."""
+        """:attr:`expert_parts` of a whole cell."""
         return self.expert_parts * self.expert_each * self.tensor_each
 
     @property
     def parts(self) -> int:
-        """Different parts of a layer that the ranks of a whole cell have, experts included."""
+        """Number of different parts of a layer, experts included, that the ranks of a whole cell have."""
         return math.lcm(self.tensor, self.expert_parts) * self.expert_each * self.tensor_each
 
     @property
@@ -276,11 +293,11 @@ class Cell:
         return tuple(range(first, first + self.size))
 
     def numbers(self, worker: int) -> range:
-        """Of the ranks that ``worker`` has if it is whole."""
+        """Return the ranks that ``worker`` has if it is whole."""
         return range(worker * self.full, (worker + 1) * self.full)
 
     def slot(self, part: int) -> int:
-        """Of the ranks of a whole cell whose places this one fills, the first that has that ``part``."""
+        """Return the first of the places this rank fills that has ``part``, as an index in a whole cell."""
         if self.each == 1:
             return self.index
         expert, shard = divmod(part, self.full_tensor)
@@ -288,28 +305,32 @@ class Cell:
         return (first + (expert - first) % self.full_expert) * self.full_tensor + shard
 
     def fills(self, slot: int) -> bool:
-        """Whether this rank is in that place of a whole cell, among others perhaps."""
+        """Whether the place ``slot`` (an index in a whole cell) is one of those that this rank fills."""
         place, shard = divmod(slot, self.full_tensor)
         lane, context = divmod(place, self.full_context)
         return lane in self.held_lanes and context in self.held_contexts and shard in self.held_shards
 
     def own(self, parts: int) -> tuple[int, ...]:
-        """Of what is in so many ``parts`` on the ranks of a whole cell, those that this rank has."""
+        """Return which parts this rank has of something that is in ``parts`` parts on the ranks of a whole cell."""
         if self.each == 1:
             return (self.index % parts,)
         return tuple(self.held_shards) if parts == self.full_tensor else self.held_parts
 
     def having(self, worker: int, part: int, parts: int, each: int = 1) -> tuple[int, ...]:
-        """The ranks of ``worker``, of which each fills ``each`` places, that have ``part`` of what is in ``parts``."""
+        """Return the ranks of ``worker`` that have ``part`` of something in ``parts`` parts.
+
+        Each rank of ``worker`` fills ``each`` places.
+        """
         if each == 1:
             return tuple(range(worker * self.full + part, (worker + 1) * self.full, parts))
         return tuple(one.rank for one in self.of_worker(worker, each) if part in one.own(parts))
 
     def pieces(self, cuts: bool) -> tuple[int, ...]:
-        """Of the equal pieces of all lanes' sequences those that this rank has of an activation, in their order.
+        """Return the numbers of the pieces that this rank has of an activation, in their order there.
 
-        Context-parallel ranks have two pieces each, one from each end (``mcore/contexts.py``). With ``cuts`` (sequence
-        parallelism) those of tensor-parallel ranks are as many finer ones that lie side by side in these.
+        The sequences of all lanes are cut into equal pieces, which are numbered lane by lane. Each context-parallel
+        rank has two pieces, one from each end of the sequence (``mcore/contexts.py``). With ``cuts`` (sequence
+        parallelism) these are cut finer, and each tensor-parallel rank has consecutive ones of them.
         """
         tensor, context = self.full_tensor if cuts else 1, self.full_context
         count, own = tensor, [*range(tensor)]
@@ -324,8 +345,9 @@ class Cell:
         return tuple(lane * count + one for lane in self.held_lanes for one in own)
 
     def gives(self, other: Cell, *, cuts: bool) -> tuple[int, ...]:
-        """The :meth:`pieces` of an activation that it sends to the rank of ``other``. Where tensor-parallel ranks have
-        all the same, one does.
+        """Return the :meth:`pieces` of an activation that this rank sends to the rank of ``other``.
+
+        Without ``cuts`` all tensor-parallel ranks have the same pieces, and only one of them sends.
         """
         if not (cuts or other.held_shards[0] in self.held_shards):
             return ()
@@ -333,11 +355,17 @@ class Cell:
         return tuple(one for one in self.pieces(cuts) if one in wanted)
 
     def moves(self, other: Cell) -> tuple[int, ...]:
-        """The parts of a layer that it sends to the rank of ``other``: of ranks that have the same, one does."""
+        """Return the parts of a layer that this rank sends to the rank of ``other``.
+
+        Of several ranks that have the same part only one sends it.
+        """
         return tuple(part for part in other.held_parts if self.fills(other.slot(part)))
 
     def counterparts(self, worker: int, each: int = 1) -> list[Cell]:
-        """The ranks of ``worker``, of which each fills ``each`` places, that this one exchanges anything with."""
+        """Return the ranks of ``worker`` with which this one exchanges anything.
+
+        Each rank of ``worker`` fills ``each`` places.
+        """
         if each == self.each:
             return [replace(self, rank=worker * self.full + self.index)]
 
@@ -354,12 +382,12 @@ class Cell:
 
     @property
     def context_ranks(self) -> tuple[int, ...]:
-        """Its context-parallel group."""
+        """This rank's context-parallel group."""
         return self._around(self.context, self.tensor)
 
     @property
     def context_level_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Its group of each of their levels (megatron core_v0.16.1 core/parallel_state.py, line 360)."""
+        """This rank's group at each of ``context_levels`` (megatron core_v0.16.1 core/parallel_state.py, line 360)."""
         steps = [
             self.tensor * math.prod(self.context_levels[:level]) for level in range(len(self.context_levels))
         ]
@@ -369,22 +397,22 @@ class Cell:
 
     @property
     def lane_ranks(self) -> tuple[int, ...]:
-        """All that compute its microbatch."""
+        """The ranks of this rank's lane, which compute a microbatch together."""
         return self._around(self.tensor * self.context)
 
     @property
     def expert_ranks(self) -> tuple[int, ...]:
-        """Its expert-parallel group."""
+        """This rank's expert-parallel group."""
         return self._around(self.expert, self.expert_tensor or self.tensor)
 
     @property
     def expert_tensor_ranks(self) -> tuple[int, ...]:
-        """Its tensor-parallel group for experts."""
+        """This rank's tensor-parallel group for experts."""
         return self._around(self.expert_tensor or self.tensor)
 
     @property
     def expert_part_ranks(self) -> tuple[int, ...]:
-        """Both together: those that have all experts once."""
+        """The ranks around this one that have all experts once between them: both expert groups together."""
         return self._around(self.expert_parts)
 
     def _around(self, count: int, step: int = 1) -> tuple[int, ...]:
@@ -392,7 +420,8 @@ class Cell:
         return tuple(range(first, first + count * step, step))
 
     def named(self, name: str, rank: int) -> str:
-        """``name`` of a group between workers, of which there is one for each two ranks that exchange anything: for
-        this one and that ``rank``.
+        """Return the name of the group between this rank and ``rank`` of another worker.
+
+        ``name`` is that of the workers' pair, which has a group for each two ranks that exchange anything.
         """
         return name if self.full == 1 else f"{name}.{min(self.rank, rank)}-{max(self.rank, rank)}"

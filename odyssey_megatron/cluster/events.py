@@ -1,4 +1,4 @@
-"""What can happen to a job, as data. The coordinator is the only one to act on these."""
+"""Events: what can happen to a job, as data. Only the coordinator acts on them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from odyssey_megatron.codec import from_jsonable, to_jsonable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDied:
-    """Seen by the agent of the rank's node. ``cause`` is ``killed``, ``exit``, ``hang``, ``node``, or ``corrupt``: its
-    numbers were wrong, so that it has left.
+    """A rank's process has ended, as the agent of its node has seen.
+
+    ``cause`` is ``killed``, ``exit``, ``hang``, ``node``, or ``corrupt``: the rank has left since its numbers were
+    wrong.
     """
 
     rank: int
@@ -20,11 +22,11 @@ class RankDied:
     """Exit code; ``-9`` is SIGKILL."""
     cause: str
     incarnation: int = 0
-    """How many processes were this rank before the one that died. An agent that was frozen may tell of one that has
-    been replaced since.
+    """The number of processes that were this rank before the one that died. An agent that was frozen may report a
+    process that has been replaced since.
     """
     t_s: float = 0.0
-    """When the coordinator heard of it, on its own clock: that of another node says nothing here."""
+    """When the coordinator heard of it, by its own clock, as clocks of different nodes cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class NodeLost:
 
     node: int
     t_s: float = 0.0
-    """As above."""
+    """As in :class:`RankDied`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +45,9 @@ class GenerationLive:
     rank: int
     generation: int
     done: int = 0
-    """Pieces of common work that the job has done by then: steps, and what else all do together."""
+    """Number of pieces of common work that the job has done by then: steps, and what else all do together."""
     agreed_ago_s: float | None = None
-    """So long ago its members had agreed on how far they are; None: they have not, in this process."""
+    """Time since the members had agreed on how far they are; None: this process has seen no such agreement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,8 @@ class Retry:
     generation: int
     reason: str
     patience_s: float = 0.0
-    """For so long another rank may rightly be at something else, as a checkpoint, before it is taken for stuck."""
+    """How long another rank may rightly be busy with something else, such as a checkpoint, before it counts as
+    stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,24 +69,24 @@ class RankFinished:
     rank: int
     generation: int
     early: int = -1
-    """After so many steps, as the job was asked to end; -1: after all."""
+    """The number of steps done, if the job was asked to end before all were; else -1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJoined:
-    """A process has taken the place of the dead ``rank``: its model is built, and it holds nothing yet."""
+    """A new process has taken the place of the dead ``rank``: its model is built, and it holds nothing yet."""
 
     rank: int
     node: int
     incarnation: int
-    """How many processes were this rank before it."""
+    """The number of processes that were this rank before it."""
     each: int = 1
-    """Places of a whole cell that it fills: more than one as a rank of a smaller one (``cluster.cell.Cell``)."""
+    """Number of places of a whole cell that it fills: more than one in a smaller cell (``cluster.cell.Cell``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReturned:
-    """A process has taken the place of ``rank``, which its worker, a smaller cell, does without."""
+    """A process is there again for ``rank``, without which its worker, a smaller cell, trains."""
 
     rank: int
 
@@ -98,13 +101,13 @@ class OfferFailed:
 
 
 class Ask(enum.IntEnum):
-    """What an agent that was sent a signal wants of its ranks."""
+    """What an agent that was sent a signal asks of its ranks."""
 
     NOTHING = 0
     END = 1
-    """All ranks of the job leave behind the same step, in the way that training ends."""
+    """All ranks of the job end after the same step, in the way that training ends."""
     LEAVE = 2
-    """The ranks of this node leave behind their step; the others go on."""
+    """The ranks of this node leave after their step; the others go on."""
 
 
 Event = RankDied | NodeLost | GenerationLive | Retry | RankFinished | RankJoined | RankReturned | OfferFailed
@@ -124,12 +127,12 @@ _KINDS = {
 
 
 def event_to_jsonable(event: Event) -> dict[str, Any]:
-    """The event with its kind."""
+    """Return the event's fields and its kind as plain dicts, lists and scalars."""
     return {"kind": type(event).__name__, **to_jsonable(event)}
 
 
 def event_from_jsonable(value: dict[str, Any]) -> Event:
-    """Inverse of :func:`event_to_jsonable`. Raises ValueError for anything that is not an event."""
+    """Return the event of which ``value`` is the :func:`event_to_jsonable`. Raises ValueError if it is none."""
     if not isinstance(value, dict) or value.get("kind") not in _KINDS:
         raise ValueError(f"not an event: {str(value)[:80]!r}")
     fields = {key: item for key, item in value.items() if key != "kind"}

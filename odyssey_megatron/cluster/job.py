@@ -1,4 +1,4 @@
-"""What the coordinator must know of the job in order to plan for it."""
+"""``JobSpec``: what the coordinator must know of a job in order to plan for it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from odyssey_megatron.errors import ConfigError
 
 
 def largest_cell(sizes: Iterable[int], ranks: int) -> int:
-    """Of ``sizes`` (``JobSpec.cell_sizes``) the largest that so many ``ranks`` can be; 0: they are too few."""
+    """Return the largest of ``sizes`` (``JobSpec.cell_sizes``) for which ``ranks`` ranks suffice; 0: for none."""
     return max((one for one in sizes if one <= ranks), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """The shape of one training job; posted by its ranks at start, equal on all of them.
+    """The shape of one training job. Its ranks post it at start, and it is equal on all of them.
 
     "Layers" are numbered as the planner sees them: 0 is the embedding, 1..n the transformer layers,
     n+1 the head (final norm, output layer, loss). ``num_layers`` counts all n+2.
@@ -26,57 +26,59 @@ class JobSpec:
     pipeline_model_parallel_size: int
     tensor_model_parallel_size: int
     num_microbatches: int
-    """Of one global batch, over all pipelines. Of a cell with lanes one is as many of Megatron's as it has lanes."""
+    """Number of microbatches in a global batch, over all pipelines. If cells have lanes, one microbatch here stands for
+    one of Megatron's for each lane."""
     tokens_per_step: int
     train_steps: int
     optimizer_copies: int = 0
-    """Holders that keep the optimizer state of a layer; 0: all of them."""
+    """Number of holders that keep each part of a layer's optimizer state; 0: all of them."""
     least_holders: int = 0
-    """Each layer has at least so many holders, some without microbatches if need be; 0: as parallelism has it."""
+    """The least number of holders of each layer, some of them shadows if need be; 0: as many as parallelism gives."""
     eager_forwards: bool = False
-    """Holders run forwards ahead for the workers whose place they would take."""
+    """Whether holders run forwards ahead for the workers whose place they would take."""
     slower_for_memory: float = 0.0
-    """A plan may take this share of its step longer if it needs less memory for it."""
+    """The share of its step's time by which a plan may be slower if it needs less memory."""
     is_tied: bool = False
-    """Embedding and head share a weight."""
+    """Whether embedding and head share a weight."""
     stage_layers: tuple[int, ...] = ()
-    """Transformer layers of each stage of the failure-free plan; empty: as even as can be."""
+    """Number of transformer layers in each stage of the failure-free plan; empty: as even as can be."""
     best_layout: bool = False
-    """The failure-free plan is the best for the profile, and not that of the parallel sizes."""
+    """Whether the failure-free plan is the best for the profile, and not the one of the parallel sizes."""
     spreads_replicas: bool = False
-    """In the failure-free plan those of a layer are on different nodes, where that can be."""
+    """Whether the failure-free plan puts the replicas of a layer on different nodes, where that can be."""
     virtual_stages: int = 1
-    """Of each stage; where there are several, routes may visit workers more than once in the failure-free plan."""
+    """Number of virtual stages in each stage; with more than one, routes of the failure-free plan may visit workers
+    more than once."""
     revisits: bool = True
-    """Routes may visit a worker more than once."""
+    """Whether routes may visit a worker more than once."""
     context_parallel_size: int = 1
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     whole_cells_only: str = ""
-    """Why a cell that has lost ranks does not go on with fewer; empty: it may."""
+    """The reason why a cell that has lost ranks does not go on with fewer; empty: it may."""
     whole_shards_only: str = ""
-    """Why it does not go on with fewer tensor-parallel ranks; empty: it may."""
+    """The reason why it does not go on with fewer tensor-parallel ranks; empty: it may."""
     save_steps: int | None = None
-    """Steps between two checkpoints; 0: it saves none; None: not known."""
+    """Number of steps between two checkpoints; 0: the job saves none; None: not known."""
 
     @property
     def chooses_layout(self) -> bool:
-        """Whether the failure-free plan may have another layout than the launch line's stages one after the other."""
+        """Whether the failure-free plan may have another layout than the launch line's stages in a row."""
         return self.best_layout or (self.revisits and self.virtual_stages > 1)
 
     def cell(self, rank: int) -> Cell:
-        """Of ``rank``."""
+        """Return the cell of ``rank``, which is whole."""
         return Cell.in_job(rank, self)
 
     @property
     def cell_size(self) -> int:
-        """Ranks of a worker."""
+        """Number of ranks of a whole cell."""
         return self.cell(0).size
 
     @property
     def cell_sizes(self) -> tuple[int, ...]:
-        """Of how many ranks a cell may be, the whole one first."""
+        """The numbers of ranks that a cell may have, the whole one's first."""
         if self.whole_cells_only:
             return (self.cell_size,)
         divisions = self.cell(0).divisions(tensor=not self.whole_shards_only)
@@ -84,13 +86,15 @@ class JobSpec:
 
     @property
     def alike_ranks(self) -> int:
-        """Ranks of a cell that have the same of all layers, and come first in :meth:`Cell.divisions`: with experts
-        spread over them they have not. What ranks of a smaller gang have besides is counted as if experts were all.
+        """Number of ranks of a cell that have the same of all layers, and come first in :meth:`Cell.divisions`.
+
+        It is 1 with expert parallelism: then experts are spread over these ranks. Their layers without experts, which
+        are the same, are counted in a smaller gang as if they were experts, too.
         """
         return self.context_parallel_size if self.expert_model_parallel_size == 1 else 1
 
     def check(self, world_size: int) -> None:
-        """Raises ConfigError if ``world_size`` ranks cannot form the initial layout."""
+        """Raise ConfigError if ``world_size`` ranks cannot form the initial layout."""
         pp, size = self.pipeline_model_parallel_size, self.cell_size
         check_world(world_size, pp, self.cell(0))
         blocks = self.num_layers - 2
@@ -109,7 +113,7 @@ class JobSpec:
                 "--micro-batch-size, or start fewer ranks."
             )
         workers = world_size // size
-        if self.least_holders > max(2, workers):  # with a level of its own, that is
+        if self.least_holders > max(2, workers):  # only with a redundancy level above 1
             raise ConfigError(
                 f"--odyssey-redundancy-level {self.least_holders - 1} is to have {self.least_holders} holders of each "
                 f"layer, and the job has {workers} worker(s) of {size} rank(s). Use at most {max(1, workers - 1)}, or "
@@ -118,7 +122,7 @@ class JobSpec:
 
 
 def check_world(world_size: int, pp: int, cell: Cell) -> None:
-    """Raises ConfigError if ``world_size`` ranks are no whole number of pipelines of ``pp`` workers like ``cell``."""
+    """Raise ConfigError if ``world_size`` ranks do not make whole pipelines of ``pp`` workers like ``cell``."""
     if pp >= 1 and cell.size >= 1 and world_size % (pp * cell.size) == 0:
         return
     sizes = {"tensor-model": cell.tensor, "context": cell.context} if cell.size >= 1 else {}

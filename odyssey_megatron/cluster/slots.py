@@ -1,7 +1,8 @@
-"""Where the experts of a layer sit on the ranks of a gang, of which some may have one more than others.
+"""Where the experts of a layer are on the ranks of a gang, some of which may have one expert more than others.
 
-What sends tokens to experts counts on equally many for each rank. It is given *slots*, as many for each rank as the
-fullest one has experts: a rank's experts are in its first slots, and the others, which nobody is in, get no tokens.
+Megatron's token dispatchers expect the same number of experts on each rank. They are given *slots* instead: each rank
+has as many slots as the fullest rank has experts. A rank's experts are in its first slots; the rest stay empty, and get
+no tokens.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from itertools import accumulate, chain, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Of one layer."""
+    """The slots of one layer."""
 
     held: tuple[tuple[int, ...], ...]
-    """Of each expert-parallel rank the experts that it has, ascending: each expert is on one of them."""
+    """The experts of each expert-parallel rank, ascending; each expert is on one rank."""
 
     @classmethod
     def evenly(cls, experts: int, ranks: int) -> Slots:
-        """``experts`` in their order over ``ranks``, as even as can be: the first ranks have one more.
+        """Spread ``experts`` experts in order over ``ranks`` ranks, as evenly as possible; the first have one more.
 
         Raises:
             ValueError: a rank would have none.
@@ -32,17 +33,17 @@ class Slots:
 
     @property
     def is_even(self) -> bool:
-        """Each rank has equally many, in order, as Megatron has it: slots are experts."""
+        """Whether each rank has the same number of experts, in order, as in Megatron: then slots are experts."""
         return self.of_experts == tuple(range(self.count))
 
     @property
     def each(self) -> int:
-        """Slots of a rank."""
+        """Number of slots of each rank."""
         return max(map(len, self.held))
 
     @property
     def count(self) -> int:
-        """Slots of all ranks."""
+        """Number of slots of all ranks together."""
         return self.each * len(self.held)
 
     @property

@@ -1,4 +1,4 @@
-"""``ClusterState`` and ``apply(state, event)``: membership as a pure function of what happened."""
+"""``ClusterState`` and ``apply(state, event)``: membership as a pure function of the events."""
 
 from __future__ import annotations
 
@@ -22,27 +22,30 @@ from odyssey_megatron.errors import EXIT_FENCED
 
 
 class SlowSums(NamedTuple):
-    """Sums over holders that take longer than others."""
+    """Gradient sums over holders that take longer than others."""
 
     workers: tuple[int, ...]
     crosses: bool
-    """These are over some of ``workers`` and others, as what lies between is slow; else over all of ``workers``."""
+    """If true, the slow sums are those over some of ``workers`` together with other workers, as the way between them is
+    slow; else those over all of ``workers``."""
     factor: float
-    """They take so many times as long."""
+    """Time that these sums take, relative to the usual."""
 
     def slows(self, holders: Collection[int]) -> bool:
-        """Whether the sum over ``holders`` is one of them."""
+        """Whether the sum over ``holders`` is one of the slow ones."""
         there = sum(worker in holders for worker in self.workers)
         return 0 < there < len(holders) if self.crosses else there == len(self.workers)
 
 
 class Share(NamedTuple):
-    """Beside a whole cell's: what a worker's ranks can do and keep. All plans count as if workers were whole cells."""
+    """A worker's capacity relative to a whole cell's, for plans, which count as if all workers were whole cells."""
 
     ranks: float = 1.0
-    """How many there are. Each has 1/this times the work, and times the bytes of activations."""
+    """Number of ranks, relative to a whole cell's. Each rank has 1/``ranks`` times the work, and the bytes of
+    activations."""
     state: float = 1.0
-    """And times this the bytes of weights and optimizer state: context-parallel ranks have all the same."""
+    """Bytes of weights and optimizer state on all ranks together, relative to a whole cell's: less than 1 where ranks
+    that have the same of all layers are put together. Each rank has ``state``/``ranks`` times the bytes."""
 
 
 WHOLE_CELL = Share()
@@ -54,42 +57,42 @@ class WorkerState:
 
     worker: int
     node: int
-    """Of its first rank."""
+    """The node of its first rank."""
     ranks: tuple[int, ...]
     alive: bool = True
     other_nodes: tuple[int, ...] = ()
-    """Of its other ranks, where a cell is larger than a node."""
+    """The other nodes that it has ranks on, where a cell is larger than a node."""
     speed: float = 1.0
-    """Relative to a healthy worker of as many ranks; 0.5 needs twice the time."""
+    """Speed relative to a healthy worker with as many ranks; at 0.5 work takes twice the time."""
     share: float = 1.0
-    """Of a whole cell's ranks, those that this one has."""
+    """Number of its ranks relative to a whole cell's."""
     context: int = 1
-    """Of a whole cell: ranks that have each a part of the sequence, and the same of all layers."""
+    """``JobSpec.alike_ranks``: number of ranks of a whole cell that have the same of all layers."""
     missing: tuple[int, ...] = ()
     """The ranks that a smaller cell does without: the last ones of its worker."""
 
     @property
     def pace(self) -> float:
-        """Relative to a healthy worker that is a whole cell; a smaller one is expected to be slower by its share."""
+        """Speed relative to a healthy whole cell; a smaller one is expected to be slower by its share."""
         return self.speed * self.share
 
     @property
     def each(self) -> int:
-        """Places of a whole cell that each of its ranks fills (:class:`Cell`)."""
+        """Number of places of a whole cell that each of its ranks fills (:class:`Cell`)."""
         return (len(self.ranks) + len(self.missing)) // len(self.ranks)
 
     @property
     def beside_whole(self) -> Share:
-        """Itself beside a whole cell: context-parallel ranks are put together first (:meth:`Cell.divisions`)."""
+        """Its capacity relative to a whole cell's; ranks that are alike are put together first (``Cell.divisions``)."""
         return Share(self.share, 1 / min(self.each, self.context))
 
     @property
     def whole(self) -> WorkerState:
-        """Itself with all its ranks."""
+        """This worker with all its ranks."""
         return replace(self, ranks=self.ranks + self.missing, missing=(), share=1.0)
 
     def smaller(self, each: int) -> WorkerState:
-        """Itself, which is whole, with one rank where there were ``each``."""
+        """Return this whole worker with one rank for every ``each``."""
         size = len(self.ranks) // each
         return replace(self, ranks=self.ranks[:size], missing=self.ranks[size:], share=1 / each)
 
@@ -102,34 +105,34 @@ class ClusterState:
     started_s: float = 0.0
     failure_times_s: tuple[float, ...] = ()
     members: frozenset[int] = frozenset()
-    """Ranks that the current generation was published with; those that died since are still listed."""
+    """Ranks of the current generation as it was published; those that have died since are still listed."""
     live: frozenset[int] = frozenset()
-    """Ranks that reported the current generation live."""
+    """Ranks that have reported the current generation live."""
     finished: frozenset[int] = frozenset()
     generation: int = 0
     newest: int = 0
-    """The largest number that a generation has had; none is used twice, be it of an offer that came to nothing."""
+    """The largest number that a generation has had. No number is used twice, not even that of a failed offer."""
     offered: int = 0
-    """A generation that its members enter between two steps, once all are prepared; 0: none. Until all of them have
-    reported it live, ``generation`` counts."""
+    """The number of the generation that is offered, which its members enter between two steps once all are prepared; 0:
+    none. ``generation`` remains the current one until all members have reported the offered one live."""
     offered_members: frozenset[int] = frozenset()
     offered_live: frozenset[int] = frozenset()
     joining: frozenset[int] = frozenset()
-    """New ranks of dead workers, which live again when all their ranks are here."""
+    """Ranks of dead workers that have new processes. A worker lives again when all its ranks are here."""
     joining_smaller: tuple[tuple[int, int], ...] = ()
-    """(rank, ``RankJoined.each``) of those of them that wait for a smaller cell, ascending."""
+    """(rank, ``RankJoined.each``) of those in ``joining`` that wait for a smaller cell to be complete, ascending."""
     returned: frozenset[int] = frozenset()
-    """Ranks whose worker does without them, and that are here again."""
+    """Ranks that are here again, but whose worker is a smaller cell that trains without them."""
     leaving: frozenset[int] = frozenset()
-    """Workers that are not in what is offered, for they can be whole again."""
+    """Workers that live, and are left out of the offered generation: they leave when it begins, to join again."""
     fresh: frozenset[int] = frozenset()
     """Workers that live again, but hold nothing yet: they have not been in a generation that was live."""
     incarnations: tuple[tuple[int, int], ...] = ()
-    """(rank, incarnation) of those that are not their rank's first process, ascending."""
+    """(rank, incarnation) of the ranks whose process is not their first one, ascending."""
     slow_links: tuple[tuple[int, int, float], ...] = ()
-    """(sender, receiver, seconds): a message between these workers takes so much longer than others."""
+    """(sender, receiver, seconds): how much longer a message between these workers takes than others."""
     slow_sums: tuple[SlowSums, ...] = ()
-    """Of gradients."""
+    """Gradient sums that take longer than others."""
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -138,7 +141,7 @@ class ClusterState:
 
     @property
     def nodes(self) -> dict[int, int]:
-        """Worker -> its node, dead ones too."""
+        """Worker -> its node, also for dead workers."""
         return {w.worker: w.node for w in self.workers}
 
     @property
@@ -148,17 +151,17 @@ class ClusterState:
 
     @property
     def cell_size(self) -> int:
-        """Ranks of a whole cell."""
+        """Number of ranks of a whole cell."""
         return len(self.workers[0].ranks) + len(self.workers[0].missing)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(worker, ``WorkerState.each``) of the living that are smaller cells, ascending."""
+        """(worker, ``WorkerState.each``) of the living workers that are smaller cells, ascending."""
         return tuple((w.worker, w.each) for w in self.workers if w.alive and w.missing)
 
     @property
     def can_be_whole(self) -> frozenset[int]:
-        """Smaller cells that hold something, and whose other ranks are all here again."""
+        """Smaller cells that are not fresh, and whose missing ranks are all here again."""
         smaller = (w for w in self.workers if w.alive and w.missing and w.worker not in self.fresh)
         return frozenset(w.worker for w in smaller if set(w.missing) <= self.returned)
 
@@ -174,18 +177,18 @@ class ClusterState:
 
     @property
     def waiting_ranks(self) -> tuple[int, ...]:
-        """New ranks that hold nothing yet, be their worker complete or not; ascending."""
+        """Ranks with new processes that hold nothing yet, whether their worker is complete or not; ascending."""
         return tuple(sorted({*self.fresh_ranks, *self.joining}))
 
     def incarnation_of(self, rank: int) -> int:
-        """Of its newest process that has joined."""
+        """Return the incarnation of the newest process of ``rank`` that has joined."""
         at = bisect_left(self.incarnations, (rank,))
         found = self.incarnations[at : at + 1]
         return found[0][1] if found and found[0][0] == rank else 0
 
     @property
     def is_live(self) -> bool:
-        """True once every member, those that died since included, reported the current generation live.
+        """Whether every member, including those that have died since, has reported the current generation live.
 
         Only then can a step have been committed in it: a rank reports before it enters the step's
         agreement, and the agreement needs all of them. Until then the previous layout's holders
@@ -194,7 +197,7 @@ class ClusterState:
         return self.members <= self.live
 
     def worker_of(self, rank: int) -> WorkerState:
-        """The worker that ``rank`` belongs to. Raises KeyError."""
+        """Return the worker that ``rank`` belongs to. Raises KeyError."""
         for worker in self.workers:
             if rank in worker.ranks or rank in worker.missing:
                 return worker
@@ -204,8 +207,12 @@ class ClusterState:
 def initial_state(
     *, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1, context: int = 1
 ) -> ClusterState:
-    """All ranks alive; ``nodes[r]`` is the node of rank r, and a cell is where its first rank is. ``context``: see
-    :class:`WorkerState`.
+    """Return the state at the start of a job, with all ranks alive.
+
+    Args:
+        nodes: ``nodes[r]`` is the node of rank r; a worker's node is that of its first rank.
+        cell_size: number of ranks of a whole cell.
+        context: see :class:`WorkerState`.
     """
     size = cell_size
     workers = tuple(
@@ -222,7 +229,7 @@ def initial_state(
 
 
 def apply(state: ClusterState, event: Event) -> ClusterState:
-    """The state after ``event``. Events that say nothing new return ``state`` itself."""
+    """Return the state after ``event``, which is ``state`` itself if the event changes nothing."""
     match event:
         case RankDied():
             return state if is_old(state, event) else _die(state, event)
@@ -233,7 +240,7 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
             return _report_live(state, rank, generation)
         case RankFinished(rank=rank, generation=generation):
             if generation not in (state.generation, state.offered):
-                return state  # said in an earlier generation, before it had to help with the next one
+                return state  # the rank had finished in an earlier generation, before it had to help with this one
             return replace(state, finished=state.finished | {rank})
         case RankJoined():
             return _join(state, event)
@@ -244,13 +251,13 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
 
 
 def is_old(state: ClusterState, death: RankDied) -> bool:
-    """Whether another process has been this rank since, and has joined."""
+    """Whether a newer process than the one that died has joined as this rank."""
     return death.incarnation < state.incarnation_of(death.rank)
 
 
 def lost_between(before: ClusterState, after: ClusterState) -> set[int]:
-    """Ranks of workers that lived ``before``, and that are not among the living ``after``."""
-    if before.workers is after.workers:  # most events say nothing of that, and there is one of each rank's
+    """Return the ranks of living workers in ``before`` that are not ranks of living workers in ``after``."""
+    if before.workers is after.workers:  # true for most events, of which each rank has some
         return set()
     changed = [(a, b) for a, b in zip(before.workers, after.workers, strict=True) if a is not b]
     live = {rank for _, now in changed if now.alive for rank in now.ranks}
@@ -258,7 +265,7 @@ def lost_between(before: ClusterState, after: ClusterState) -> set[int]:
 
 
 def next_generation(state: ClusterState) -> ClusterState:
-    """The living in a new generation that nobody has reported live yet. An offer that is open is void.
+    """Return ``state`` in a new generation of the living, which nobody has reported live yet. It voids an open offer.
 
     Fresh workers are not in it: they would have to be filled while all others stand still.
     """
@@ -275,35 +282,41 @@ def next_generation(state: ClusterState) -> ClusterState:
 
 
 def with_speeds(state: ClusterState, speeds: Mapping[int, float]) -> ClusterState:
-    """``state`` with these speeds (``WorkerState.speed``), as they have been measured."""
+    """Return ``state`` with the measured speeds (``WorkerState.speed``) of some workers."""
     return replace(
         state, workers=tuple(replace(w, speed=speeds.get(w.worker, w.speed)) for w in state.workers)
     )
 
 
 def with_slow_links(state: ClusterState, longer_s: Mapping[tuple[int, int], float]) -> ClusterState:
-    """``state`` with these links slow, and no others. ``longer_s``: (sender, receiver) -> see ``slow_links``."""
+    """Return ``state`` with these slow links and no others.
+
+    ``longer_s`` maps (sender, receiver) to the seconds in ``ClusterState.slow_links``.
+    """
     return replace(state, slow_links=tuple((*link, seconds) for link, seconds in sorted(longer_s.items())))
 
 
 def with_slow_sums(state: ClusterState, slow: Collection[SlowSums]) -> ClusterState:
-    """``state`` with these sums slow, and no others."""
+    """Return ``state`` with these slow sums and no others."""
     return replace(state, slow_sums=tuple(sorted(slow)))
 
 
 def without_fresh(state: ClusterState) -> ClusterState:
-    """``state`` as if fresh workers were still dead: what a recovery can count on."""
+    """Return ``state`` as if fresh workers were still dead: what a recovery can count on."""
     return without(state, state.fresh)
 
 
 def without(state: ClusterState, workers: Collection[int]) -> ClusterState:
-    """``state`` as if these ``workers`` were dead."""
+    """Return ``state`` as if these ``workers`` were dead."""
     left = tuple(replace(w, alive=False) if w.worker in workers else w for w in state.workers)
     return replace(state, workers=left, fresh=state.fresh - set(workers))
 
 
 def offer_generation(state: ClusterState, leaving: frozenset[int] = frozenset()) -> ClusterState:
-    """A new generation is offered to the living, but for workers that are ``leaving``, in place of any other offer."""
+    """Return ``state`` with a new generation offered to all living workers that are not ``leaving``.
+
+    It replaces any other offer.
+    """
     return replace(
         state,
         offered=state.newest + 1,
@@ -335,7 +348,7 @@ def _report_live(state: ClusterState, rank: int, generation: int) -> ClusterStat
 
 
 def _leave(state: ClusterState, leaving: Collection[int]) -> ClusterState:
-    """``leaving`` workers are not in the job any more, though nothing was lost: they join again."""
+    """Return ``state`` without the ``leaving`` workers; this is no failure, and they may join again."""
     workers = tuple(replace(w.whole, alive=False) if w.worker in leaving else w for w in state.workers)
     return replace(state, workers=workers, leaving=state.leaving - set(leaving))
 
@@ -373,13 +386,13 @@ def _of_smaller(each: Mapping[int, int], joining: Collection[int]) -> tuple[tupl
 def _die(state: ClusterState, event: RankDied) -> ClusterState:
     worker = state.worker_of(event.rank).worker
     if event.code == EXIT_FENCED and worker in state.leaving:
-        return _leave(state, {worker})  # all have agreed on it by now
+        return _leave(state, {worker})  # the others have agreed on its leaving by now
     return _kill(state, {event.rank}, event.t_s)
 
 
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
     hit = {w.worker for w in state.workers if w.alive and ranks & set(w.ranks)}
-    # Of a cell that holds nothing yet, the rest waits on.
+    # The other ranks of a fresh cell that is hit have lost nothing: they wait again until it is complete.
     rest = {rank: w.each for w in state.workers if w.worker in hit & state.fresh for rank in w.ranks}
     joining = (state.joining | rest.keys()) - ranks
     if joining != state.joining:

@@ -1,1 +1,1 @@
-"""Who is slow, and why: from times of instructions to verdicts with their evidence. Pure functions."""
+"""Diagnosis: who is slow, and why, from times of instructions to verdicts with evidence. Pure functions."""

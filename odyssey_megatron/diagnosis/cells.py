@@ -1,4 +1,4 @@
-"""Which rank of a slow cell the others wait for: by what each computes itself, without what it waits for in sums."""
+"""Which rank of a slow cell the others wait for: by what each computes itself, without its waits in sums."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from odyssey_megatron.diagnosis.change import RECENT
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 
 _APART = 1.1
-"""Of a rank that takes so many times what the others of its cell do: as much as makes a worker slow."""
+"""A rank stands out if it takes at least this many times as long as the others of its cell: as much as makes a worker
+slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnWork:
-    """Of one rank in one step."""
+    """What one rank computed in one step."""
 
     step: int
     rank: int
     computed_s: float
-    """All that its layers took. By events of a GPU that is the same on all ranks of a cell, as their sums are part of
-    it.
+    """Time of all its layers. If taken by events on a GPU it is the same on all ranks of a cell, as it includes their
+    sums.
     """
     probe_s: float
-    """The product that is the same on all ranks, which is computed alone."""
+    """Time of a product of matrices that is the same on all ranks, and that each computes by itself."""
 
 
 def with_ranks(diagnosis: Diagnosis, rows: Iterable[OwnWork], cell_size: int) -> Diagnosis:
-    """``diagnosis``, which says of slow cells whose ranks they are slow by."""
+    """Return ``diagnosis`` with the ranks by which slow cells are slow, where these can be told."""
     slow = diagnosis.slow
     if cell_size == 1 or not slow:
         return diagnosis
@@ -56,7 +57,10 @@ def with_ranks(diagnosis: Diagnosis, rows: Iterable[OwnWork], cell_size: int) ->
 
 
 def _apart(times: Mapping[int, list[float]]) -> dict[int, float]:
-    """Rank -> so many times what the faster half of its cell takes, of those that stand out; not all of them can."""
+    """Return, for each rank that stands out, how many times as long it takes as the faster half of its cell.
+
+    Empty if all of them stand out, which cannot be.
+    """
     levels = {rank: statistics.median(of[-RECENT:]) for rank, of in times.items() if any(of)}
     if len(levels) < 2:
         return {}

@@ -1,8 +1,9 @@
-"""What each piece of work costs on a healthy worker, and how fast each worker is: ``t = cost(piece) / speed(worker)``.
+"""Fitting what each piece of work costs on a healthy worker, and how fast each worker is.
 
-The cost of a piece is ``alpha * tokens + beta * sum of squared sequence lengths`` (ResiHP, arXiv 2605.06374, equation
-1); a worker is a factor on all of its work. So a slow worker does not make its layers look dear, which its peers
-compute as well, nor do dear layers make a worker look slow. Everything is by medians.
+The model is ``time = cost(piece) / speed(worker)``. The cost of a piece is ``alpha * tokens + beta * sum of squared
+sequence lengths`` (ResiHP, arXiv 2605.06374, equation 1); a worker's speed applies to all of its work. So a slow worker
+does not make its layers look expensive, as its peers compute them, too; and expensive layers do not make a worker look
+slow. All fits are by medians.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy as np
 from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians
 
 _ROUNDS = 4
-"""Of fitting costs and workers in turn; the second changes little, the fourth nothing that is seen."""
+"""Number of rounds of fitting costs and speeds in turn. The second changes little, and the fourth nothing visible."""
 _HUBER = 0.03
-"""Relative residuals above this count by their size, not by its square."""
+"""Relative residuals above this count by their size, not by their square (Huber's loss)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +26,13 @@ class Fit:
     """The model of a window of steps."""
 
     costs: dict[Piece, tuple[float, float]]
-    """(alpha, beta): seconds per token, and per squared length."""
+    """Piece -> (alpha, beta): seconds per token, and per squared length."""
     speeds: dict[int, float]
-    """Of a worker over the whole window; 1.0 is a healthy one."""
+    """Worker -> its speed over the whole window; 1.0 is healthy."""
     log_ratio: Floats
-    """Of each row: log of its time over what it costs on a healthy worker."""
+    """For each row, the log of its time over its cost on a healthy worker."""
     alone: frozenset[Piece]
-    """Pieces that one worker alone has computed: if it is slow, they are dear."""
+    """Pieces that only one worker has computed: if it is slow they look expensive."""
 
 
 def fit(
@@ -39,13 +40,16 @@ def fit(
     known: Mapping[Piece, tuple[float, float]] | None = None,
     slow: Collection[int] = (),
 ) -> Fit:
-    """Costs and speeds by turns.
+    """Fit costs and speeds in turn.
 
-    A healthy worker is as fast as the lower median of those who computed the same piece: nothing makes a worker faster
-    than healthy, so that of two the faster one says what the piece costs. Of a piece that one worker alone has
-    computed, the window's lower quartile of steps says so. What is ``known`` is not asked for, nor are workers that
-    are known to be ``slow``, where others have computed the same: with two of three slow, half a window later the
-    median would be theirs.
+    A healthy worker is taken to be as fast as the lower median of those that computed the same piece: nothing makes a
+    worker faster than healthy, so that of two the faster one says what the piece costs. For a piece that only one
+    worker has computed, it is the lower quartile of the window's steps.
+
+    Args:
+        known: costs of pieces that are not fitted.
+        slow: workers that are known to be slow. They do not count where others have computed the same: if two of three
+            are slow, half a window later the median would be theirs.
     """
     known = known or {}
     workers, is_slow = len(timings.workers), np.isin(timings.workers, [*slow])
@@ -87,7 +91,7 @@ def fit(
 
 
 def cost(seconds: Floats, tokens: Floats, squares: Floats) -> tuple[float, float]:
-    """(alpha, beta) with the least relative error, large ones counted by their size (Huber); neither is negative."""
+    """Return (alpha, beta) with the least relative error under Huber's loss; neither is negative."""
     level = float(np.median(seconds / tokens))
     per_token = squares / tokens
     if np.ptp(per_token) <= 1e-9 * max(1.0, float(per_token.max())):

@@ -1,10 +1,10 @@
-"""Processes that do not get their processor: what they compute takes its usual time of it, and longer on the wall.
+"""Finding processes that do not get their processor: work takes its usual CPU time, but longer on the wall.
 
-By the time of its own thread such a worker is as fast as others; and by the clock on the wall each of several on a
-busy machine is slow now and then. So the one is divided by the other, step by step, and compared with what others
-have in the same step (what all have in common is the machine's), and with what the worker itself has had before. What
-ranks wait for cores that they share is not in it (``execute/timing.py``): as soon as one of them is slow, others
-compute beside other ones than before, and wait for them for another time.
+By the CPU time of its thread such a worker is as fast as others; and by wall time each worker on a busy machine is slow
+now and then. So wall time is divided by CPU time, step by step, and compared with the other workers' ratios in the same
+step (what all have in common is the machine's), and with the worker's own before. Time that ranks wait for cores which
+they share does not count (``execute/timing.py``): as soon as one rank is slow, others compute beside different ranks
+than before, and wait for another length of time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from odyssey_megatron.diagnosis.timings import Floats
 from odyssey_megatron.diagnosis.verdicts import LEAST_STEPS, SLOW_WORKER, Diagnosis, Verdict, lower_median
 
 LEAST_FACTOR = 1.5
-"""That is looked for, so that it is found for certain from twice the time on: in a machine's noise less is nothing."""
+"""The factor that is looked for, so that twice the time is found for certain. Less is lost in a machine's noise."""
 _BEFORE = 3
-"""So many measured steps must have been as usual, of the one that is called slow: others are no measure of it."""
+"""The number of measured steps in which a worker must have been as usual before it is called slow: other workers alone
+are no measure for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldUp:
-    """What a worker has computed in a step, by two clocks."""
+    """A worker's time of computing in a step, by two clocks: its thread's CPU time, and wall time."""
 
     step: int
     worker: int
@@ -36,7 +37,10 @@ class HeldUp:
 
 
 def with_held_up(diagnosis: Diagnosis, rows: Iterable[HeldUp], known: Collection[int]) -> Diagnosis:
-    """``diagnosis``, with those who are slow by the wall. ``known``: whom the one before has called so."""
+    """Return ``diagnosis`` with the workers that are slow by wall time.
+
+    ``known`` are those that were so in the diagnosis before.
+    """
     rows = [one for one in rows if one.computed_s > 0 and one.wall_s > 0]
     steps, workers = sorted({one.step for one in rows}), sorted({one.worker for one in rows})
     if len(steps) < LEAST_STEPS or len(workers) < 2:
@@ -59,14 +63,17 @@ def with_held_up(diagnosis: Diagnosis, rows: Iterable[HeldUp], known: Collection
 
 
 def _shift(own: Floats, usual: float, *, is_known: bool) -> Shift | None:
-    """``is_known``: from before the window, perhaps, in which it has then nothing to be compared with but others."""
+    """Return the shift in a worker's log ratios ``own``; None if there is none.
+
+    ``is_known``: the worker was slow before, perhaps for the whole window, so that it is compared with others only.
+    """
     least = math.log(LEAST_FACTOR)
     if len(own) < LEAST_STEPS:
         return None
     scale = max(usual, noise([own]))
     shift = raised(
         own - float(np.median(own)), scale, least
-    )  # found before most of the window is from after it
+    )  # works as long as most of the window is from before the shift
     if shift is not None and shift.since >= _BEFORE:
         before = float(np.median(own[: shift.since]))
         found = raised(own - before, scale, least)
@@ -80,7 +87,7 @@ def _shift(own: Floats, usual: float, *, is_known: bool) -> Shift | None:
 def _with(
     diagnosis: Diagnosis, worker: int, shift: Shift, steps: list[int], latest: float | None
 ) -> Diagnosis:
-    """A worker that is slow by its own time as well is slow by both together."""
+    """Return ``diagnosis`` with a verdict on ``worker``, with both factors if its CPU time is slow as well."""
     before = next((one for one in diagnosis.verdicts if one.worker == worker), None)
     held = math.exp(shift.log_ratio)
     factor = held * (before.factor if before else 1.0)

@@ -1,22 +1,26 @@
-"""How long what is slow will stay slow."""
+"""How long a slowness will last."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 COMPUTE_S, LINK_S = 600.0, 1440.0
-"""Before anything has been seen: slow compute lasts ten minutes, slow communication 24. Source: Greyhound (USENIX ATC
-2025).
+"""The expected time before any case has been seen: slow compute lasts ten minutes, slow communication 24. Source:
+Greyhound (USENIX ATC 2025).
 """
 _WEIGHT = 2.0
-"""Of that, in cases seen."""
+"""The weight of that prior, as the shape of a Gamma distribution; each case seen counts 1."""
 
 
 def remaining_s(age_s: float, ended_s: Sequence[float] = (), mean_s: float = COMPUTE_S) -> float:
-    """Expected time until it is over, of a slowness that has lasted ``age_s``, in a job where others have lasted
-    ``ended_s``; ``mean_s``: of others.
+    """Return the expected time until a slowness is over.
 
-    Exponential durations whose rate has a Gamma prior of shape ``_WEIGHT``, and so a heavy tail: the longer it has
-    lasted, the longer it will.
+    Durations are taken as exponential, with a rate that has a Gamma prior of shape ``_WEIGHT``. So they have a heavy
+    tail: the longer a slowness has lasted, the longer it will.
+
+    Args:
+        age_s: the time that it has lasted.
+        ended_s: the durations of earlier ones in the same job.
+        mean_s: the mean duration in other jobs.
     """
     return ((_WEIGHT - 1) * mean_s + sum(ended_s) + age_s) / (_WEIGHT + len(ended_s) - 1)

@@ -1,9 +1,9 @@
-"""Slow links, and whose they are: one between two workers, all of one worker, all of one node, all between two nodes.
+"""Slow links and their causes: one link, all links of a worker or of a node, or all between two nodes.
 
-A link's time is what a message takes once both its ends are there. It is compared with links of its kind, within a node
-or between nodes; with itself where there are too few of these, or where most of those between nodes have become slower
-at once. What is the same for all within a node is nobody's: others may use it. Sums over holders are looked at
-likewise. History in, verdicts out.
+A link's time is what a message takes once both its ends are ready. It is compared with links of its kind, within a node
+or between nodes; or with its own past, if there are too few of its kind, or if most links between nodes have become
+slower at once. A slowness that all links within a node share is nobody's: others may be using the node. Sums over
+holders are treated likewise. History in, verdicts out.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from odyssey_megatron.diagnosis.timings import Floats
 
 SLOW_LINK, SLOW_NETWORK, SLOW_SUMS = "slow link", "slow network", "slow sums"
 LEAST_FACTOR = 1.5
-"""What takes less than so many times what others take is not slow: no two links are quite alike. Of several with one
-cause the median counts.
+"""A link is slow if it takes at least this many times as long as others: no two links are quite alike. For several
+links with one cause the median counts.
 """
 _LEAST = math.log(LEAST_FACTOR)
 _CLEAR = 3.0
-"""So many times their noise times must have risen by. Where small messages take 0.1 or 2 ms by turns, the usual time is
-the one or the other, and half of the rest is above it: that adds up, however long it has been so.
+"""The number of times their noise by which times must have risen. Where small messages take 0.1 or 2 ms by turns, the
+usual time is one of the two, and half of the others may be above it: that would add up, however long it has been so.
 """
 _KIN = 3
-"""With fewer links of a kind, between different pairs of workers, each is compared with itself."""
+"""With fewer pairs of workers with links of a kind, each link is compared with itself."""
 _LEAST_STEPS = 3
 
 Link = tuple[int, ...]
-"""(sender, receiver): workers; of a sum all who have a part in it."""
+"""(sending worker, receiving worker); for a sum, all workers that take part in it."""
 _Pair = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """One message of a measured step, the fastest of a few."""
+    """The time of one message in a measured step, the fastest of a few."""
 
     step: int
     sender: int
@@ -48,7 +48,7 @@ class LinkTiming:
 
 @dataclass(frozen=True, slots=True)
 class SumTiming:
-    """The same of a sum as large as a message."""
+    """The time of a sum as large as a message in a measured step, the fastest of a few."""
 
     step: int
     workers: tuple[int, ...]
@@ -57,23 +57,23 @@ class SumTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkVerdict:
-    """What one cause makes slow."""
+    """One cause, and the links that it makes slow."""
 
     kind: str
     """``slow link``, ``slow network`` or ``slow sums``."""
     links: tuple[Link, ...]
     workers: tuple[int, ...]
-    """Whose they are: the two ends, or all whose network it is."""
+    """The workers concerned: the two ends of the link, or all whose network is slow."""
     nodes: tuple[int, ...] = ()
-    """One whose network is slow, or those between which it is; none where it is a link's, or a worker's."""
+    """The node whose network is slow, or the nodes between which it is; empty if the cause is a link or a worker."""
     factor: float
-    """The median of the links'."""
+    """The median of the links' factors."""
     since: int = -1
-    """The first step of it."""
+    """The first slow step."""
     evidence: str
 
     def concerns(self, link: Link, nodes: Mapping[int, int]) -> bool:
-        """Whether ``link`` is slow by it, be it measured or not. ``nodes``: of each worker."""
+        """Whether this cause makes ``link`` slow, measured or not. ``nodes``: the node of each worker."""
         if self.kind == SLOW_LINK:
             return link in self.links
         ends = {nodes[link[0]], nodes[link[1]]}
@@ -84,25 +84,26 @@ class LinkVerdict:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Links:
-    """What a window of steps says of them."""
+    """The diagnosis of links, or of sums, from a window of steps."""
 
     verdicts: tuple[LinkVerdict, ...] = ()
     factors: Mapping[Link, float] = field(default_factory=dict)
-    """So many times what others of the kind take, by the last measured steps; of all links that were measured."""
+    """Each measured link -> its time relative to others of its kind, by its last measured steps."""
     slow: Mapping[Link, float] = field(default_factory=dict)
-    """Of those that are slow now."""
+    """Each link that is slow now -> its factor."""
     longer_s: Mapping[Link, float] = field(default_factory=dict)
-    """Of the same, what a message takes longer than others."""
+    """Each link that is slow now -> how much longer a message takes than usual."""
     found: Mapping[Link, int] = field(default_factory=dict)
-    """The step that made it certain."""
+    """Each link whose times have risen -> the step that made it certain."""
     latest: Mapping[Link, float] = field(default_factory=dict)
-    """As ``factors``, by the newest step alone: of links that were measured in it."""
+    """As ``factors``, by the newest step alone, for links that were measured in it."""
     newest: int = -1
+    """The newest measured step; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Of one link: its measured steps, and the logs of its times over the usual one."""
+    """The measured steps of one link, and the logs of its times relative to the usual one."""
 
     steps: tuple[int, ...]
     values: Floats
@@ -110,11 +111,11 @@ class _Series:
 
 
 def diagnose_links(timings: Iterable[LinkTiming], nodes: Mapping[int, int], least_s: float = 0.0) -> Links:
-    """Which links are slow.
+    """Return which links are slow.
 
     Args:
-        nodes: of each worker.
-        least_s: a link that takes less than so much longer than others delays nobody.
+        nodes: the node of each worker.
+        least_s: a link that takes less than this longer than usual delays nobody, and gets no verdict.
     """
     rows: dict[Link, dict[int, float]] = {}
     for one in timings:
@@ -123,7 +124,10 @@ def diagnose_links(timings: Iterable[LinkTiming], nodes: Mapping[int, int], leas
 
 
 def diagnose_sums(timings: Iterable[SumTiming], nodes: Mapping[int, int], least_s: float = 0.0) -> Links:
-    """Which sums are, of those between nodes; those over equally many workers are of one kind. As above."""
+    """Return which sums between nodes are slow. Sums over the same number of workers are of one kind.
+
+    The arguments are those of :func:`diagnose_links`.
+    """
     rows: dict[Link, dict[int, float]] = {}
     for one in (one for one in timings if len({nodes.get(worker) for worker in one.workers}) > 1):
         rows.setdefault(one.workers, {})[one.step] = one.seconds
@@ -136,7 +140,7 @@ def _diagnosed(
     least_s: float,
     causes: Callable[[Mapping[Link, float], Collection[Link], Mapping[int, int]], list[LinkVerdict]],
 ) -> Links:
-    """``rows``: step -> seconds."""
+    """Return the diagnosis from the times of each link (step -> seconds), explained by ``causes``."""
     series = _apart({link: of for link, of in rows.items() if {*link} <= nodes.keys()}, nodes)
     if not series:
         return Links()
@@ -172,7 +176,7 @@ def _diagnosed(
 
 
 def _apart(rows: Mapping[Link, Mapping[int, float]], nodes: Mapping[int, int]) -> dict[Link, _Series]:
-    """Of each link how far it is, step by step, from what its kind has in common."""
+    """Return, for each link, how far its times are from what its kind has in common, step by step."""
     logs = {
         link: {step: math.log(max(s, 1e-9)) for step, s in sorted(of.items())} for link, of in rows.items()
     }
@@ -183,14 +187,14 @@ def _apart(rows: Mapping[Link, Mapping[int, float]], nodes: Mapping[int, int]) -
     for (is_between, _), links in sorted(kinds.items()):
         count = len({frozenset(link) for link in links})
         if count == 1 and not is_between:
-            continue  # whoever else uses the node would look like it
+            continue  # anybody else who uses the node would make it look slow
         own = {link: float(np.quantile([*logs[link].values()], 0.25)) for link in links}
         if count >= _KIN:
-            # Nothing makes a link faster than healthy: of a few the faster half says what is usual.
+            # Nothing makes a link faster than healthy, so the faster half of the links says what is usual.
             own = dict.fromkeys(links, _lower(float(np.median([*logs[link].values()])) for link in links))
         common = _common(logs, own) if count >= _KIN or not is_between else {}
         if common and _has_risen(np.array([*common.values()])):
-            all_slower |= not is_between  # whatever it is, it is no network
+            all_slower |= not is_between  # slower within nodes, too: not the network
             if not all_slower:
                 own = {link: float(np.quantile([*logs[link].values()], 0.25)) for link in links}
                 common = {}
@@ -201,7 +205,7 @@ def _apart(rows: Mapping[Link, Mapping[int, float]], nodes: Mapping[int, int]) -
 
 
 def _common(logs: Mapping[Link, Mapping[int, float]], own: Mapping[Link, float]) -> dict[int, float]:
-    """Step -> the lower median of how far links are from their ``own`` level."""
+    """Return, for each step, the lower median of how far links are from their ``own`` level."""
     steps = sorted({step for link in own for step in logs[link]})
     return {
         step: _lower(logs[link][step] - level for link, level in own.items() if step in logs[link])
@@ -218,7 +222,7 @@ def _raised(values: Floats, noise: float) -> Shift | None:
 
 
 def _lower(values: Iterable[float]) -> float:
-    """The lower median."""
+    """Return the lower median."""
     there = sorted(values)
     return there[(len(there) - 1) // 2]
 
@@ -226,7 +230,10 @@ def _lower(values: Iterable[float]) -> float:
 def _causes(
     slow: Mapping[Link, float], measured: Collection[Link], nodes: Mapping[int, int]
 ) -> list[LinkVerdict]:
-    """The fewest that explain all that is ``slow``, largest first. Of what has several links each one must be."""
+    """Return few causes that explain all ``slow`` links, the largest first.
+
+    A cause with several links counts only if all of its measured links are slow.
+    """
     left, found = set(slow), list[LinkVerdict]()
     slow_pairs = {frozenset(link) for link in slow}
     for kind, pairs, workers, its_nodes in _suspects({frozenset(link) for link in measured}, nodes):
@@ -246,8 +253,10 @@ def _causes(
 def _suspects(
     pairs: Collection[_Pair], nodes: Mapping[int, int]
 ) -> Iterator[tuple[str, set[_Pair], Collection[int], tuple[int, ...]]]:
-    """(kind, links, their worker or workers, nodes): all between nodes, where no node is at an end of each; those of a
-    node with several others; of a worker; between two nodes, of which neither can be told from the other; and each.
+    """Yield possible causes as (kind, pairs of workers, worker or workers concerned, nodes), the largest first.
+
+    These are: the network between all nodes, if no node is at an end of all its links; a node with links to several
+    others; a worker; what lies between two nodes, of which neither can be told to be the cause; and each link.
     """
     on = {pair: {nodes[worker] for worker in pair} for pair in sorted(pairs, key=sorted)}
     between = {pair for pair in on if len(on[pair]) == 2}
@@ -269,7 +278,7 @@ def _suspects(
 def _causes_of_sums(
     slow: Mapping[Link, float], measured: Collection[Link], nodes: Mapping[int, int]
 ) -> list[LinkVerdict]:
-    """The one node that has a part in all that are slow, and in no other; or each sum by itself."""
+    """Return the node that takes part in all ``slow`` sums and in no other as their cause; or each sum by itself."""
     on = {workers: {nodes[worker] for worker in workers} for workers in measured}
     elsewhere = set().union(*(on[workers] for workers in measured if workers not in slow))
     shared = set.intersection(*(on[workers] for workers in slow)) - elsewhere if slow else set()

@@ -1,5 +1,7 @@
-"""Whether a slowness shows in the time that steps take: what makes no step longer holds nobody up, and what is said to
-make them longer, and does not, is none. Times in, verdict out.
+"""Whether a slowness shows in the time that steps take.
+
+If no step becomes longer nobody is held up; a slowness that should make steps longer, and does not, is none. Times in,
+verdict out.
 """
 
 from __future__ import annotations
@@ -12,39 +14,39 @@ from dataclasses import dataclass, field
 from odyssey_megatron.diagnosis.change import RECENT
 
 _ENOUGH = 3
-"""With fewer steps from before, those since are held against the plan's simulation itself."""
+"""With fewer steps from before the slowness, later ones are compared with the plan's simulated step."""
 _TOO_LITTLE = 1.05
-"""A slowness that should make steps longer by less than this cannot be told from their noise, and is believed. Others
-want half of it (of its logarithm) and no more, however much is expected: where ranks share processors, one that is slow
-does not hold the others up for as long as it takes.
+"""A slowness that should make steps longer by less than this factor cannot be told from their noise, and is believed.
+For a larger one, steps must be longer by the square root of this factor, and no more, however much is expected: where
+ranks share processors, a slow rank does not hold the others up for as long as it takes.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Of the steps that were measured in one generation."""
+    """The times of the steps that were measured in one generation."""
 
     generation: int = -1
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """Step -> on the wall, the median of its ranks."""
+    """Step -> its wall time, as the median over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """Whether steps show a slowness, and why that is said."""
+    """Whether steps show a slowness, and the reason."""
 
     is_so: bool
     why: str = ""
-    """Empty where there was nothing to hold it against."""
+    """The reason; empty if no step was there to compare."""
 
 
 def shown(steps_s: Mapping[int, float], since: int, without_s: float, with_s: float) -> Shown:
-    """Whether steps have become longer, where a slowness should make them longer.
+    """Return whether steps have become longer, if a slowness should make them longer.
 
     Args:
-        steps_s: step -> what it took, all with one plan.
+        steps_s: step -> its time, all with the same plan.
         since: the first step of the slowness.
-        without_s, with_s: the plan's step, simulated without and with it.
+        without_s, with_s: time of the plan's step, simulated without and with the slowness.
     """
     expected = with_s / without_s
     before = [seconds for step, seconds in steps_s.items() if step < since]

@@ -1,4 +1,4 @@
-"""Times of compute instructions, as the ranks measured them: what a diagnosis goes by."""
+"""Times of compute instructions, as the ranks measured them, on which a diagnosis is based."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Numbers = NDArray[np.int64]
 
 
 class Piece(NamedTuple):
-    """What is computed: layers ``[first, last)`` in one direction. Without layers: something that all compute alike."""
+    """A piece of work: layers ``[first, last)`` in one direction; or, without layers, work that all ranks do alike."""
 
     first: int
     last: int
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One instruction, or the median of those of a step that are alike."""
+    """The time of one instruction, or the median over like instructions of a step."""
 
     step: int
     worker: int
@@ -33,15 +33,19 @@ class Timing:
     seconds: float
     tokens: float = 1.0
     squares: float = 0.0
-    """Sum of the squared lengths of its sequences, where those differ between microbatches."""
+    """Sum of the squared lengths of its sequences, if these differ between microbatches."""
     microbatch: int = -1
+    """The microbatch; -1: not known."""
     count: int = 1
-    """How many instructions it is the median of."""
+    """Number of instructions that it is the median of."""
 
 
 @dataclass(frozen=True, eq=False)
 class Timings:
-    """The same, a column each. ``step``, ``worker`` and ``piece`` are places in the three tuples."""
+    """Many timings, as a column for each field.
+
+    ``step``, ``worker`` and ``piece`` are indices into ``steps``, ``workers`` and ``pieces``.
+    """
 
     steps: tuple[int, ...]
     workers: tuple[int, ...]
@@ -54,11 +58,11 @@ class Timings:
     squares: Floats
     microbatch: Numbers
     count: Numbers = field(default_factory=lambda: np.ones(1, np.int64))
-    """One for all rows, or each its own."""
+    """The counts of all rows, or a single one for all."""
 
     @classmethod
     def of(cls, rows: Iterable[Timing]) -> Timings:
-        """Rows that took no time are left out: a clock may be too coarse for them."""
+        """Return ``rows`` as columns, without those that took no time: the clock may have been too coarse for them."""
         rows = [row for row in rows if row.seconds > 0 and row.tokens > 0]
         columns: tuple[Any, ...] = (
             tuple(
@@ -94,12 +98,12 @@ class Timings:
 
     @cached_property
     def by_worker_and_piece(self) -> Numbers:
-        """A number for each row: rows of one worker and piece have the same."""
+        """A number for each row, which is the same for rows of one worker and piece."""
         return self.worker * max(1, len(self.pieces)) + self.piece
 
     @cached_property
     def by_worker_and_step(self) -> Numbers:
-        """As above, of one worker and step."""
+        """A number for each row, which is the same for rows of one worker and step."""
         return self.worker * max(1, len(self.steps)) + self.step
 
 
@@ -110,7 +114,10 @@ def _places(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Numbers]:
 
 
 def medians(values: Floats, groups: Numbers, weights: Floats | None = None) -> tuple[Numbers, Floats]:
-    """The groups that there are, ascending, and the (weighted) median of each."""
+    """Return the distinct groups, ascending, and the (weighted) median of each.
+
+    All arguments are 1-D and of equal length: ``groups`` has the group of each value, and ``weights`` are 1 by default.
+    """
     order = np.lexsort((values, groups))
     values, groups = values[order], groups[order]
     weights = np.ones(len(values)) if weights is None else weights[order]
@@ -119,7 +126,7 @@ def medians(values: Floats, groups: Numbers, weights: Floats | None = None) -> t
     reached = np.cumsum(weights)
     before = reached[first] - weights[first]
     middle = before + total / 2
-    # The mean of the values at both sides of the middle, so that an even number has no preference.
+    # The mean of the values on both sides of the middle, so that an even number of them prefers neither.
     ends = first + size - 1
     low = np.minimum(np.searchsorted(reached, middle * (1 - 1e-12), "left"), ends)
     high = np.minimum(np.searchsorted(reached, middle * (1 + 1e-12), "left"), ends)
@@ -127,6 +134,6 @@ def medians(values: Floats, groups: Numbers, weights: Floats | None = None) -> t
 
 
 def within(values: Floats, groups: Numbers) -> Floats:
-    """For each value the median of its group."""
+    """Return, for each value, the median of its group."""
     names, middle = medians(values, groups)
     return middle[np.searchsorted(names, groups)]

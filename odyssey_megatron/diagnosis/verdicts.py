@@ -1,5 +1,6 @@
-"""From times to verdicts: a slow worker, an uneven stage, uneven sequences, everybody slower; told apart, with the
-evidence. History in, verdicts out: no state, no clock.
+"""From times to verdicts with evidence, which tell apart slow workers, uneven stages, uneven sequences and all slower.
+
+History in, verdicts out: no state, no clock.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians, 
 
 SLOW_WORKER, UNEVEN_STAGE = "slow worker", "uneven stage"
 _MUCH = 1.1
-"""A stage that takes so many times what the others do is uneven; below, there is little to win."""
+"""A stage is uneven if it takes at least this many times as long as the others; with less there is little to win."""
 _UNEVEN_SEQUENCES = 0.05
-"""Spread between microbatches, relative, that no model of them explains."""
+"""The least relative spread between microbatches, beyond what the model explains, that gives a verdict."""
 _SAME_CAUSE = 0.9
-"""Correlation of a microbatch's forward and backward: both are longer for a longer sequence. Source: ByteDance's
-what-if study, arXiv 2505.05713."""
+"""The least correlation of microbatches' forwards and backwards that shows sequences as the cause: both take longer for
+a longer sequence. Source: ByteDance's what-if study, arXiv 2505.05713."""
 LEAST_STEPS = 3
-"""With fewer there are no verdicts."""
+"""The least number of steps for any verdict."""
 _NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
@@ -40,37 +41,37 @@ class Verdict:
     """``slow worker``, ``slow node``, ``uneven stage``, ``uneven sequences`` or ``all slower``."""
     worker: int = -1
     ranks: tuple[int, ...] = ()
-    """Of a worker that is a cell, those that the others wait for, where that is known."""
+    """The ranks of a cell for which its other ranks wait, if they are known."""
     node: int = -1
     layers: tuple[int, int] = (-1, -1)
     factor: float = 1.0
-    """So many times what it should take."""
+    """Time taken, relative to what it should be."""
     since: int = -1
-    """The first step of it."""
+    """The first slow step."""
     found: int = -1
-    """The step that made it certain."""
+    """The step that made the verdict certain."""
     evidence: str
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Diagnosis:
-    """What a window of steps says."""
+    """The result of a window of steps."""
 
     verdicts: tuple[Verdict, ...] = ()
     costs: Mapping[Piece, tuple[float, float]]
-    """Of each piece on a healthy worker; see ``Fit.costs``."""
+    """Cost of each piece on a healthy worker; see ``Fit.costs``."""
     factors: Mapping[int, float] = field(default_factory=dict)
-    """Worker -> so many times what the same work takes elsewhere, by its last measured steps."""
+    """Worker -> its time relative to the same work elsewhere, by its last measured steps."""
     latest: Mapping[int, float] = field(default_factory=dict)
-    """As above, by the newest step alone."""
+    """As ``factors``, by the newest step alone."""
     newest: int = -1
-    """That step."""
+    """The newest measured step; -1: none."""
     links: Links = field(default_factory=Links)
     sums: Links = field(default_factory=Links)
-    """Of gradients, over those who hold the same layers."""
+    """The diagnosis of gradient sums, over workers that hold the same layers."""
     took: StepTimes = field(default_factory=StepTimes)
     held_up: frozenset[int] = frozenset()
-    """Of the slow, those that do not get their processor."""
+    """The slow workers that do not get their processor."""
 
     @property
     def slow(self) -> dict[int, float]:
@@ -83,11 +84,11 @@ def diagnose(
     known: Mapping[Piece, tuple[float, float]] | None = None,
     slower: Mapping[int, float] = _NOBODY,
 ) -> Diagnosis:
-    """What makes the steps of ``timings`` slower than they need to be.
+    """Return what makes the steps of ``timings`` slower than they need to be.
 
     Args:
-        known: what pieces cost that only slow workers have computed: nobody else can tell.
-        slower: the ``slow`` of the diagnosis before.
+        known: costs of pieces that only slow workers have computed, so that no healthy one can tell.
+        slower: ``Diagnosis.slow`` of the diagnosis before.
     """
     if not timings.workers:
         return Diagnosis(costs={})
@@ -121,8 +122,11 @@ def diagnose(
 
 
 def slow_nodes(slow: Mapping[int, float], nodes: Mapping[int, int]) -> list[Verdict]:
-    """Nodes all of whose workers are ``slow``, which has their speeds: what they share is, rather than each by itself.
-    ``nodes``: of each worker that lives.
+    """Return a verdict on each node all of whose workers are slow: then something that they share is the cause.
+
+    Args:
+        slow: slow worker -> its speed.
+        nodes: the node of each living worker.
     """
     on = dict[int, list[int]]()
     for worker, node in nodes.items():
@@ -137,10 +141,14 @@ def slow_nodes(slow: Mapping[int, float], nodes: Mapping[int, int]) -> list[Verd
 
 
 def _series(timings: Timings, found: Fit) -> Floats:
-    """Of each worker and step, the log of how many times what its work takes elsewhere all of it took together; NaN
-    where it did nothing. Of one piece the median counts, and a piece as much as it costs: who is slow in its forwards
-    alone, as with samples that come late, makes steps longer as well. What all compute alike counts where there was
-    nothing else.
+    """Return the log of each worker's time over what the same work takes elsewhere, for each step.
+
+    All of a worker's work in a step counts together: one that is slow in its forwards alone, as with samples that come
+    late, makes steps longer as well. For one piece the median counts, weighted by the piece's cost. Work that all ranks
+    do alike only counts if there was nothing else.
+
+    Returns:
+        Shape [workers, steps]; NaN where a worker did nothing.
     """
     steps, pieces = len(timings.steps), max(1, len(timings.pieces))
     each = timings.by_worker_and_step * pieces + timings.piece
@@ -157,8 +165,10 @@ def _series(timings: Timings, found: Fit) -> Floats:
 
 
 def _common(series: Floats, is_slow: NDArray[np.bool_]) -> Floats:
-    """What all have in common in a step is nobody's: the lower median, so that of two one may be slow. Who is known to
-    be does not count, unless there are no others in that step.
+    """Return, for each step, what all workers have in common, which is nobody's fault: the lower median.
+
+    So of two workers one may be slow. Workers that are known to be slow do not count, unless there are no others in the
+    step. ``series`` has the shape [workers, steps], and ``is_slow`` [workers].
     """
     others = np.where(is_slow[:, None], np.nan, series)
     nobody = np.isnan(others).all(axis=0)
@@ -166,7 +176,7 @@ def _common(series: Floats, is_slow: NDArray[np.bool_]) -> Floats:
 
 
 def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[Piece, tuple[float, float]]:
-    """Now that it is known who is slow: the median of all others, where the fit began with the faster half."""
+    """Return the costs by the median of all workers that are not slow, where the fit went by the faster half."""
     healthy = ~np.isin(np.array(timings.workers)[timings.worker], list(slow))
     pieces, levels = medians(found.log_ratio[healthy], timings.piece[healthy])
     factors = dict(zip(pieces.tolist(), np.exp(levels).tolist(), strict=True))
@@ -209,9 +219,11 @@ def _slow_workers(timings: Timings, series: Floats) -> list[Verdict]:
 
 
 def _uneven_stages(timings: Timings, found: Fit, slow: Mapping[int, float]) -> list[Verdict]:
-    """Of those of the last step, if all pipelines are cut alike. No slow worker explains them: costs are those of
-    healthy ones. Nor are stages uneven whose others are shorter as their workers are ``slow``, so many times. Where
-    workers are visited more than once, a stage is all that the same ones compute.
+    """Return a verdict on the most expensive stage of the last step, if it is uneven, and all pipelines are cut alike.
+
+    Slow workers are not the cause, since costs are those of healthy ones. Nor is a stage uneven if the others are
+    shorter on purpose, as all of their workers are slow: ``slow`` has the factors. If workers are visited more than
+    once, a stage is all that the same workers compute.
     """
     spans: dict[tuple[int, int], float] = {}
     on: dict[tuple[int, int], set[int]] = {}
@@ -250,7 +262,7 @@ def _uneven_stages(timings: Timings, found: Fit, slow: Mapping[int, float]) -> l
 
 
 def _uneven_sequences(timings: Timings, found: Fit) -> list[Verdict]:
-    """Microbatches that differ more than the model says, all of them in the same way in each direction."""
+    """Return a verdict if microbatches differ more than the model explains, and alike in both directions."""
     rest = found.log_ratio
     for groups in (timings.by_worker_and_piece, timings.by_worker_and_step):
         rest = rest - within(rest, groups)
@@ -268,8 +280,10 @@ def _uneven_sequences(timings: Timings, found: Fit) -> list[Verdict]:
 
 
 def with_uneven_sequences(diagnosis: Diagnosis, rows: Collection[tuple[int, float, float]]) -> Diagnosis:
-    """``diagnosis``, by what ranks have seen of their own microbatches: (step, how far one usually is from the others,
-    correlation of forwards and backwards), where each microbatch's times are not known.
+    """Return ``diagnosis`` with uneven sequences, by what ranks have seen of their own microbatches.
+
+    It is used if the times of each microbatch are not known. ``rows`` are (step, relative spread between microbatches,
+    correlation of forwards and backwards).
     """
     steps = sorted({step for step, *_ in rows})[-RECENT:]
     if len(steps) < LEAST_STEPS:

@@ -1,8 +1,8 @@
-"""Verified programs, worked out once for each kind of group: 2,048 workers in a fraction of a second.
+"""Verified programs of whole plans, worked out once for each kind of group: 2,048 workers in a fraction of a second.
 
-Groups of routes share no worker, so a schedule is correct if each group's is and all workers
-sum their buckets in one order, behind all that is not a weight gradient. Equal groups differ in worker and microbatch
-ids only.
+Groups of routes share no worker. So a schedule is correct if each group's is, and all workers sum their buckets in one
+order, after which only weight gradients and further sums come. Equal groups differ in the numbers of their workers and
+microbatches only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Assembled:
 
 
 def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
-    """Lowers and verifies ``order``.
+    """Lower and verify ``order``.
 
     Raises:
         ScheduleInvalid: a group's schedule does not carry out its routes, deadlocks or exceeds its memory.
@@ -74,7 +74,7 @@ def assemble(order: Order, layout: Layout, costs: Costs) -> Assembled:
 
 
 def lowered(solved: Solved, costs: Costs) -> Kind:
-    """Looked up where that is known. Raises ScheduleInvalid."""
+    """Return the lowered and verified programs of ``solved``, looked up if known. Raises ScheduleInvalid."""
     there = known(costs.of_orders)
     found = there.kinds.get(id(solved))
     if found is not None and found[0] is solved:
@@ -86,7 +86,11 @@ def lowered(solved: Solved, costs: Costs) -> Kind:
 
 
 class Kind:
-    """The programs of a group as templates over (its microbatches, its workers): see ``Programs``."""
+    """The programs of one kind of group, as templates over its microbatches and its workers: see ``Programs``.
+
+    The *head* of a program is all of it before the weight gradients at its end. Sums are added later, as they depend on
+    the whole layout.
+    """
 
     def __init__(self, solved: Solved, costs: Costs) -> None:
         shape = solved.shape
@@ -105,7 +109,7 @@ class Kind:
         self.peaks = [peaks[seat] for seat in range(len(shape.caps))]
         heads = list[str]()
         self.tails: list[list[tuple[int, int, int]]] = []
-        """Per worker, the weight gradients that it ends with: the microbatch's place, and the layers."""
+        """For each worker, the weight gradients that it ends with: (place of the microbatch, first layer, last)."""
         spans = list(zip(visits.first, visits.last, strict=True))
         named = {span: _texts(*span) for span in set(spans)}
         texts, seats = [named[span] for span in spans], layout.num_microbatches
@@ -122,17 +126,17 @@ class Kind:
             heads.append(" ".join(parts) % tuple(places))
             ends = [code >> 3 for code in program[head:]]
             self.tails.append([(visits.microbatch[one], *spans[one]) for one in ends])
-        # A group of 256 workers has a megabyte of text, in which most is said again and again; and many are kept.
+        # Compressed, since many are kept: a group of 256 workers has a megabyte of very repetitive text.
         self._heads = zlib.compress("\n".join(heads).encode(), level=1)
         self.size_bytes = len(self._heads) + 100 * sum(map(len, self.tails))
-        """About."""
+        """About how much memory this object takes."""
 
     def heads(self) -> list[str]:
-        """Each worker's program but for weight gradients at its end and sums."""
+        """Return the head of each worker's program."""
         return zlib.decompress(self._heads).decode().split("\n")
 
     def program(self, head: str, seat: int, sums: Sequence[tuple[int, int]]) -> str:
-        """Of the worker in this place, which has this head and these buckets to sum."""
+        """Return the program of the worker in place ``seat``, with its head and the buckets ``sums`` to sum."""
         parts, op = [head], Op.WEIGHT_GRAD.value
         for first, last in sums:
             for place, start, stop in self.tails[seat]:
@@ -152,7 +156,7 @@ def _text(parts: Sequence[str]) -> str:
 
 
 def _texts(first: int, last: int) -> tuple[str, ...]:
-    """Per kind, an instruction as text: %d for the place of a number that differs between equal groups."""
+    """Return each kind of instruction of a visit as text, with %d for a place whose number differs between groups."""
     return (
         *(f"{op.value}{{%d}}[{first}:{last}]" for op in OPS[:SEND_FORWARD]),
         f"{Op.SEND_FORWARD.value}{{%d}}[{last}]>{{%d}}",

@@ -1,4 +1,4 @@
-"""What a generation asks of one rank: its own part of the plan."""
+"""``Assignment``: the part of a generation's plan that concerns one rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from odyssey_megatron.plan.transfer import needed_at_once
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Of the rank whose ``cell`` it is."""
+    """The part of ``generation`` that concerns the rank of ``cell``."""
 
     generation: Generation
     cell: Cell
 
     @property
     def number(self) -> int:
-        """Of the generation."""
+        """The generation's number."""
         return self.generation.number
 
     @property
@@ -48,21 +48,24 @@ class Assignment:
 
     @property
     def is_first(self) -> bool:
-        """No generation came before: nobody has any layers."""
+        """Whether no generation was live before, so that nobody has any layers."""
         return self.generation.previous is None
 
     @property
     def is_fresh(self) -> bool:
-        """This rank has come in the place of one that was lost, and holds nothing yet."""
+        """Whether this rank's process holds nothing yet: it has taken the place of one that was lost."""
         return self.cell.rank in self.generation.fresh
 
     @cached_property
     def program(self) -> Program:
-        """Of this rank's worker, for the largest step."""
+        """The program of this rank's worker, for a step of the largest number of microbatches."""
         return self.plan.program(self.worker)
 
     def step(self, microbatches: int, program: Program | None = None) -> StepPlan:
-        """Of the first so many microbatches: what is carried out of ``program``, by default all of the worker's."""
+        """Return what is carried out in a step of ``microbatches`` microbatches.
+
+        ``program`` is the worker's whole program by default, or what is left of it.
+        """
         return smaller(self.layout, self.program if program is None else program, microbatches)
 
     @cached_property
@@ -72,32 +75,32 @@ class Assignment:
 
     @cached_property
     def buckets(self) -> tuple[Block, ...]:
-        """The blocks of this rank's worker, cut as it sums their gradients; so do all their holders."""
+        """The blocks that this rank's worker holds, cut into the buckets in which their holders sum gradients."""
         buckets = buckets_of([self.program], self.layout)
         return tuple(one for one in buckets if self.worker in one.holders)
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Layers that this worker holds under the plan."""
+        """The layers that this worker holds under the plan, ascending."""
         return self.layout.held_by(self.worker)
 
     @property
     def held_before(self) -> tuple[int, ...]:
-        """Layers that this worker has as the generation begins."""
+        """The layers that this worker has when the generation begins, ascending."""
         before = None if self.is_fresh else self.generation.previous
         return before.held_by(self.worker) if before is not None else ()
 
     @property
     def needed_at_once(self) -> set[int]:
-        """Layers that must be here before the generation's first step; others may come while it computes."""
+        """The layers that must be here before the generation's first step; others may come while it computes."""
         return needed_at_once(self.layout, self.worker, self.program, self.held_before)
 
     def groups(self, *, tagged: bool) -> dict[str, tuple[int, ...]]:
-        """The groups that this rank is in, with their ranks.
+        """Return the groups that this rank is in: name -> ranks.
 
         Args:
-            tagged: messages between two workers go through the group of all, told apart by tags; else through a group
-                of the two. Then the first generation has groups of two more, in which links are timed.
+            tagged: whether messages between two workers go through the group of all members, told apart by tags. If
+                not they go through groups of two, and the first generation has more such groups to time links in.
         """
         named = groups.group_members(
             self.plan,
@@ -111,5 +114,5 @@ class Assignment:
 
     @property
     def timed_pair(self) -> dict[str, tuple[int, ...]]:
-        """The group of this rank and the one that it times its link with; empty if it is left over."""
+        """The group of this rank and the one with which it times its link; empty if there is none left for it."""
         return groups.pair(self.generation.members, self.cell.rank)

@@ -1,4 +1,4 @@
-"""Lower bounds on the step time: how good a plan could be at all."""
+"""Lower bounds on the step time: how good any plan could be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.plan.simulate import sum_s
 
 _ROUNDING = 1 + 1e-9
-"""Times that are so many of others on paper are."""
+"""Allows for rounding where a time should be a whole multiple of another."""
 
 
 def lower_bound_s(
@@ -23,20 +23,24 @@ def lower_bound_s(
     speeds: Mapping[int, float] | None = None,
     in_flight_cap: Mapping[int, int] | None = None,
 ) -> float:
-    """No schedule of ``layout`` has a shorter step.
+    """Return a time that no step of any schedule of ``layout`` is shorter than.
 
-    Terms, maximised over workers and routes. *Work*: a worker cannot start before the first activation can
-    reach it, and has all its forwards, input and weight gradients to do. *Drain*: all its forwards and
-    input gradients come before the last gradient leaves it, which then goes up to the first stage.
-    *Path*: a microbatch goes down, up again and ends with a weight gradient. *Sums*: a worker sums its buckets one
-    after the other behind all its forwards and input gradients, of which on a first stage the last one may run on
-    beside, and one of them behind all that it computes. Then all step, and wait for weights
-    (:mod:`odyssey_megatron.plan.gathers`). *Memory*, if ``in_flight_cap`` (worker -> bytes of activations) is given:
-    each microbatch keeps its bytes on a worker at least while it goes down to the head and up again, and bytes times
-    seconds fit into the cap times the step (Little's law).
+    It is the maximum of these terms over workers and routes, after which all step, and wait for weights
+    (:mod:`odyssey_megatron.plan.gathers`):
+
+    - *Work*: a worker cannot start before the first activation can reach it, and then has all its forwards, input and
+      weight gradients to do.
+    - *Drain*: all its forwards and input gradients come before the last gradient leaves it, which then goes up to the
+      first stage.
+    - *Path*: a microbatch goes down, up again, and ends with a weight gradient.
+    - *Sums*: a worker sums its buckets one after the other, after all its forwards and input gradients (on a first
+      stage the last input gradient may still run), and one bucket after all that it computes.
+    - *Memory*, if ``in_flight_cap`` (worker -> bytes of activations) is given: each microbatch keeps its bytes on a
+      worker at least while it goes down to the head and up again, and bytes times seconds fit into the cap times the
+      step (Little's law).
     """
     work, caps, cut = _Work(layout, costs, speeds or {}), in_flight_cap or {}, buckets(layout, costs)
-    # Most workers are in the same place as others.
+    # Deduplicated, since most workers are in the same place as others.
     places = {
         (work.visits.get(worker), caps.get(worker, 0), tuple(sums_s))
         for worker, sums_s in _sums_s(layout, cut, costs).items()
@@ -48,11 +52,11 @@ def lower_bound_s(
 def cluster_bound_s(
     num_microbatches: int, costs: Costs, workers: Sequence[int], speeds: Mapping[int, float] | None = None
 ) -> float:
-    """No layout over ``workers`` has a shorter step, however the layers are spread and cut.
+    """Return a time that no step of any layout over ``workers`` is shorter than, however layers are spread and cut.
 
-    All work over all speeds, where no layer of a microbatch is cut in two; and one microbatch down, up again and to the
-    weight gradient of the first layer, all on the fastest worker. Memory, messages, reductions and the wait for the
-    first activation would come on top.
+    It is the larger of two: all work divided by all speeds, given that a layer of a microbatch cannot be cut in two;
+    and one microbatch's way down, up again and to the weight gradient of the first layer, all on the fastest worker.
+    Memory, messages, reductions and the wait for the first activation are not counted.
     """
     speed = [(speeds or {}).get(worker, 1.0) for worker in workers]
     last = len(costs.layers)
@@ -63,8 +67,10 @@ def cluster_bound_s(
 
 
 def _in_pieces_s(num_microbatches: int, costs: Costs, speed: Sequence[float]) -> Iterator[float]:
-    """All work, by several measures: each layer counts as many units as it has in full, and so does each worker's time.
-    No worker's layers have more units together than its time has.
+    """Yield lower bounds on the time of all work, each measured in units of another size.
+
+    Only whole units of each layer and of each worker's time count: a worker's layers cannot have more units together
+    than its time has.
     """
     shortest = min((one.compute_s for one in costs.layers[1:-1] if one.compute_s), default=0.0)
     how_many = Counter(speed)
@@ -83,7 +89,7 @@ def _in_pieces_s(num_microbatches: int, costs: Costs, speed: Sequence[float]) ->
 
 
 def _sums_s(layout: Layout, cut: Sequence[Block], costs: Costs) -> dict[int, list[float]]:
-    """Of each worker, how long each of its buckets takes."""
+    """Return, for each worker, the time of the sum of each of its buckets."""
     found: dict[int, list[float]] = {worker: [] for worker in layout.workers}
     for bucket in cut:
         seconds = sum_s(costs, bucket, layout.copies)
@@ -93,18 +99,20 @@ def _sums_s(layout: Layout, cut: Sequence[Block], costs: Costs) -> dict[int, lis
 
 
 class _Alike(NamedTuple):
-    """Visits that are alike."""
+    """Visits to a worker that all take the same time and memory."""
 
     number: int
     each_bytes: int
     forward_s: float
     weight_grad_s: float
     stays_s: float
-    """How long all that a visit keeps is there, at the least."""
+    """The least time for which a visit keeps its bytes."""
 
     def through_s(self, cap: int) -> float:
-        """From the first forward to the last weight gradient. So many fit at once, each in a place of its own. Of the
-        first ones in all places each begins a forward later than the one before; the last ones end as far apart.
+        """Return the least time from the first forward to the last weight gradient with ``cap`` bytes.
+
+        As many visits as fit are there at once, each in a place of its own. The first ones in these places begin one
+        forward after the other, and the last ones end a weight gradient after the other.
         """
         places = min(self.number, cap // self.each_bytes)
         apart_s = (self.forward_s + self.weight_grad_s) * (places - 1) / 2
@@ -112,29 +120,29 @@ class _Alike(NamedTuple):
 
 
 class _Visits(NamedTuple):
-    """To one worker."""
+    """What the visits to one worker take together."""
 
     head_s: float
-    """The earliest it can start."""
+    """The earliest time at which it can start."""
     tail_s: float
-    """The shortest way on after it."""
+    """The shortest time from its last input gradient to the end of a route's backward."""
     drain_s: float
-    """All its forwards and input gradients."""
+    """Time of all its forwards and input gradients."""
     weight_grads_s: float
     byte_s: float
-    """Bytes of activations times the seconds that they stay at the least."""
+    """Sum of bytes of activations times the least time for which they stay."""
     portion: int
-    """Greatest common divisor of the visits' bytes: what is left of a cap below it is of no use."""
+    """Greatest common divisor of the visits' bytes: a cap's remainder below it is of no use."""
     beside_s: float
     """The longest input gradient that nobody waits for."""
     back_s: float
-    """The earliest that an input gradient can be there."""
+    """The earliest time at which an input gradient can start."""
     fills_s: float
-    """Of forwards, for each byte that they fill."""
+    """Time of a forward for each byte that it fills, at most."""
     empties_s: float
-    """Of weight gradients, for each byte that they free."""
+    """Time of a weight gradient for each byte that it frees, at most."""
     alike: _Alike | None
-    """Of what is only visited at one place of one route."""
+    """The visits, if the worker is only visited at one place of one route; else None."""
 
     @classmethod
     def joined(cls, several: Sequence[_Visits]) -> _Visits:
@@ -169,12 +177,12 @@ class _Visits(NamedTuple):
 
 
 class _Work:
-    """What each worker has to do, worked out once for each kind of route."""
+    """The work of each worker, worked out once for each kind of route."""
 
     def __init__(self, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
         self.costs, self.speeds, self.lag = costs, speeds, costs.message_s()
         self.path_s = 0.0
-        """Of one microbatch, down and up and to its last weight gradient."""
+        """The longest way of a microbatch down and up again, to its last weight gradient."""
         known: dict[tuple[object, ...], list[_Visits]] = {}
         several: dict[int, list[_Visits]] = defaultdict(list)
         for route in layout.routes:
@@ -187,10 +195,10 @@ class _Work:
             for hop, visits in zip(route.hops, known[kind], strict=True):
                 several[hop.worker].append(visits)
         self.visits = {worker: _Visits.joined(found) for worker, found in several.items()}
-        """By worker; none of those without a microbatch."""
+        """Worker -> its visits; without workers that have no microbatch."""
 
     def _times(self, route: Route) -> list[tuple[float, float, float]]:
-        """(forward, input gradient, weight gradient) of each hop, at its worker's speed."""
+        """Return the times (forward, input gradient, weight gradient) of each hop, at its worker's speed."""
         out, spans = [], self.costs.spans
         for hop in route.hops:
             at, speed = (hop.first, hop.last), self.speeds.get(hop.worker, 1.0)
@@ -199,7 +207,7 @@ class _Work:
         return out
 
     def _of(self, route: Route) -> list[_Visits]:
-        """Of each hop."""
+        """Return the visits to the worker of each hop of ``route``."""
         count, head, tail, found = len(route.microbatches), 0.0, 0.0, []
         times, spans = self._times(route), self.costs.spans
         down_and_up = sum(f + i + 2 * self.lag for f, i, _ in times) - 2 * self.lag
@@ -226,20 +234,20 @@ class _Work:
             )
             down_and_up -= forward + input_grad + 2 * self.lag
             head += forward + self.lag
-            # Behind this worker's last input gradient comes that of the hop before, and so on; the hop that
-            # ends the way still owes a weight gradient.
+            # After this worker's last input gradient comes that of the hop before, and so on up to the first hop,
+            # which still has a weight gradient to do.
             tail = self.lag + input_grad + max(tail, weight_grad)
         return found
 
 
 def _worker_s(visits: _Visits | None, cap: int, sums_s: Sequence[float]) -> float:
-    """Until a worker with these ``visits`` and sums is through with them."""
+    """Return the least time until a worker is through with its ``visits`` and sums."""
     if visits is None:
         return sum(sums_s)
     done, computed_s, drained_s = visits.head_s + visits.drain_s, 0.0, 0.0
     cap -= cap % visits.portion if visits.portion else cap
     if cap:
-        # Before the first input gradient it can only fill the cap, and behind the last one only empty it.
+        # Before the first input gradient the worker can only fill the cap, and after the last one only empty it.
         waits_s = max(0.0, visits.back_s - visits.head_s - visits.fills_s * cap)
         behind_s = max(0.0, visits.tail_s - visits.empties_s * cap)
         busy_s = visits.drain_s + visits.weight_grads_s

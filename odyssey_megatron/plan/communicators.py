@@ -1,6 +1,6 @@
-"""What NCCL's communicators of a plan take: how many a rank is in, their memory, and the time to connect them.
+"""What a plan's NCCL communicators cost: the number that a rank is in, their memory, and the time to connect them.
 
-No GPU of this project's has measured any of it: all figures are published ones, and what follows is an expectation.
+All figures are published ones. None has been measured in this project, so that the results are expectations.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.plan import Transfer
 
 CONNECT_S, CONNECT_S_PER_RANK = 1.13, 0.0026
-"""Of one communicator, fitted to what NVIDIA-NeMo/RL's pull request 3334 gives for shrinking one to 32 to 1,024 ranks.
-Its pull request 3186, with another network, gives 1.46 s and 0.66 ms.
+"""Time to connect one communicator, fitted to the times in NVIDIA-NeMo/RL's pull request 3334 for shrinking one to 32
+to 1,024 ranks. Its pull request 3186, with another network, gives 1.46 s and 0.66 ms.
 """
 
 FIRST_USE_S = 1.9
-"""So much longer took the first operation behind it, in both."""
+"""How much longer the first operation took after that, in both pull requests."""
 
 PAIR_BYTES, GROUP_BYTES = 544 * 2**20, 688 * 2**20
-"""Of a GPU, for a communicator of two ranks, and of more, once it has summed: NVIDIA/nccl's issue 964, four A100 with
-NVLink. Newer versions reserve less for what is only sent and received; ten together have been seen to take 10 GB (Si et
-al., arXiv 2510.20171).
+"""GPU memory of a communicator of two ranks, and of more, once it has summed: NVIDIA/nccl's issue 964, four A100 with
+NVLink. Newer versions reserve less for communicators that only send and receive; ten together have been seen to take
+10 GB (Si et al., arXiv 2510.20171).
 """
 
 
 _Sizes = tuple[int, ...]
-"""How many ranks are in each of some groups that a rank has."""
+"""The number of ranks in each of some groups of a rank."""
 
 
 def connect_s(size: int) -> float:
-    """How long a communicator of ``size`` ranks takes. All that a rank connects are connected side by side."""
+    """Return the time to connect a communicator of ``size`` ranks. A rank connects all of its own side by side."""
     return CONNECT_S + CONNECT_S_PER_RANK * size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicators:
-    """Of one plan; each number is that of the rank where it is largest."""
+    """Communicators of one plan; each number is that of the rank where it is largest."""
 
     count: int
+    """Number of communicators of a rank."""
     anew: int
-    """Of them, those that the plan before has not."""
+    """Number of communicators that the plan before does not have."""
     num_bytes: int
-    """Of all, at most."""
+    """GPU memory of all of a rank's communicators, at most."""
     connect_s: float
-    """The slowest of those that are connected anew; 0.0: there are none."""
+    """Time to connect the slowest of the new ones; 0.0: there are none."""
 
     @property
     def held(self) -> str:
-        """For people."""
+        """Number and memory of the communicators, for people."""
         return f"{self.count} communicators a rank at most, with NCCL up to {self.num_bytes / 2**30:.1f} GiB of its GPU"
 
     @property
     def connected(self) -> str:
-        """For people: what a change to this plan has to wait for."""
+        """The communicators that a change to this plan has to wait for, for people."""
         if not self.anew:
             return "no communicator to connect"
         several = "s" if self.anew > 1 else ""
@@ -71,29 +72,29 @@ class Communicators:
 
 
 class Needs(NamedTuple):
-    """Of a plan, what its communicators follow from."""
+    """The parts of a plan from which its communicators follow."""
 
     layout: Layout
     transfers: Collection[Transfer] = ()
-    """Those that lead there."""
+    """The transfers that lead to the layout."""
     beside: bool = False
-    """It begins between two steps: see ``plan.groups.group_members``."""
+    """Whether it begins between two steps, so that layers move beside messages: see ``plan.groups.group_members``."""
 
     @property
     def ways(self) -> Counter[Channel]:
-        """How many communicators of two each has."""
+        """Channel -> its number of communicators of two ranks."""
         if not self.beside:
             return Counter(channels(self.layout, self.transfers))
         return Counter([*channels(self.layout), *{(one.source, one.target) for one in self.transfers}])
 
 
 def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Communicators:
-    """Those of ``plan``, all of whose workers are whole cells like ``cell``.
+    """Return the communicators of ``plan``, all of whose workers are whole cells like ``cell``.
 
     Args:
-        previous: what the job goes on from. Communicators with the same members, and the same use, are taken over: all
-            of them between two steps, behind a failure those on which nothing is outstanding. None: nothing is
-            connected yet; then each rank has one more, with another rank, in which it times their link.
+        previous: the plan that the job has been carrying out. Its communicators with the same members and the same use
+            are taken over: all of them between two steps; after a failure those on which nothing is outstanding. None:
+            nothing is connected yet. Then most ranks have one more, with another rank, in which they time their link.
     """
     within = tuple(len(ranks) for ranks in groups_of_cell(cell).values())
     sizes, anew = defaultdict[_Sizes, Counter[int]](Counter), defaultdict[_Sizes, Counter[int]](Counter)
@@ -112,11 +113,11 @@ def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Com
             known[block.holders] -= 1
         else:
             anew[alike[number]].update(block.holders)
-    workers = sorted({*chain.from_iterable(sizes.values())})  # who only sends a layer has communicators, too
+    workers = sorted({*chain.from_iterable(sizes.values())})  # also those that only send a layer
     sizes[within].update(workers)
     anew[within].update({*workers} - workers_before)
     if previous is None:
-        paired = len(workers) * cell.size // 2 * 2  # an odd rank is left over
+        paired = len(workers) * cell.size // 2 * 2  # of an odd number one rank is left over
         for each in (sizes, anew):
             each[2,].update(workers[: math.ceil(paired / cell.size)])
     return Communicators(
@@ -128,7 +129,7 @@ def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Com
 
 
 def _most(sizes: Mapping[_Sizes, Counter[int]], each: Callable[[_Sizes], int]) -> int:
-    """Of the worker where it is most: the sum of ``each`` over its groups, as often as it has them."""
+    """Return the largest sum of ``each`` over a worker's groups, counted as often as it has them."""
     total = Counter[int]()
     for own, used in sizes.items():
         weight = each(own)
@@ -138,7 +139,7 @@ def _most(sizes: Mapping[_Sizes, Counter[int]], each: Callable[[_Sizes], int]) -
 
 
 def _of_block(block: Block, cell: Cell) -> _Sizes:
-    """How many ranks are in each group of a rank that sums its gradients."""
+    """Return the number of ranks in each group in which a rank sums the gradients of ``block``."""
     first = replace(cell, rank=block.holders[0] * cell.full)
     return tuple(len(ranks) for ranks in groups_of_block(block, first).values())
 

@@ -1,4 +1,4 @@
-"""What the layers cost: the numbers that the simulator and the search work with."""
+"""Costs of layers and messages: the numbers that the simulator and the search work with."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ SIZE_BYTES = Annotated[int, Between(0, 2**60, whole=True)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """One layer, one microbatch, on a worker of speed 1."""
+    """Costs of one layer for one microbatch, on a worker of speed 1."""
 
     forward_s: COST_S
     input_grad_s: COST_S
     weight_grad_s: COST_S
     activation_bytes: SIZE_BYTES
-    """Kept from the forward until the weight gradient has run."""
+    """Bytes that are kept from the forward until the weight gradient has run."""
     weight_bytes: SIZE_BYTES
     gradient_bytes: SIZE_BYTES
-    """What the layer's holders sum. Each keeps these and the weights."""
+    """Bytes of gradients, which the layer's holders sum. Each holder keeps these and the weights."""
     optimizer_bytes: SIZE_BYTES
-    """Of each keeper (``Layout.states``)."""
+    """Bytes of the whole optimizer state, of which each keeper has its slices (``Layout.states``)."""
     state_bytes: SIZE_BYTES
-    """Weights and optimizer state: what a new keeper must be sent."""
+    """Bytes of weights and optimizer state: what a new keeper of all of it must be sent."""
     early_bytes: SIZE_BYTES = 0
-    """Of ``activation_bytes``, what only the input gradient needs, so that it is free after it."""
+    """The part of ``activation_bytes`` that only the input gradient needs, and that is free after it."""
 
     @property
     def compute_s(self) -> float:
-        """Forward and both gradients."""
+        """Time of the forward and both gradients."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
     @property
     def kept_bytes(self) -> int:
-        """Of a keeper: weights, gradients and optimizer state."""
+        """Bytes that a keeper of all of it keeps: weights, gradients and optimizer state."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -54,12 +54,15 @@ Number = TypeVar("Number", int, float)
 
 @lru_cache(maxsize=256, typed=True)
 def _added_up(zero: Any, each: tuple[Any, ...]) -> list[Any]:
-    """Known, as a search has costs for each number of pipelines that differ in the optimizer's state alone."""
+    """Return the running sums of ``each``.
+
+    Cached, since a search has costs for each number of pipelines, which differ in the bytes of optimizer state only.
+    """
     return [*accumulate(each, initial=zero)]
 
 
 class _Sum(Generic[Number]):
-    """One kind of cost, over any ``[first, last)`` in no time."""
+    """The sum of one kind of cost over any layers ``[first, last)``, in constant time."""
 
     __slots__ = ("_before",)
 
@@ -70,7 +73,7 @@ class _Sum(Generic[Number]):
         return self._before[last] - self._before[first]
 
     def table(self) -> NDArray[Any]:
-        """[first, last] -> the same, of all at once."""
+        """Return the sums over all spans at once, as an array indexed by [first, last]."""
         before = np.array(self._before)
         return before - before[:, np.newaxis]
 
@@ -79,13 +82,13 @@ class Spans:
     """What consecutive layers ``[first, last)`` cost together: ``spans.forward_s(first, last)``."""
 
     def __init__(self, layers: Sequence[LayerCost], tied: LayerCost | None = None) -> None:
-        """``tied``: of the weight that embedding and head share; it counts as the layer behind them."""
+        """``tied``: the cost of the weight that embedding and head share; it counts as the layer behind the head."""
         self._last, self._tied_bytes = len(layers), tied.kept_bytes if tied else 0
         self.forward_s = _Sum(0.0, (one.forward_s for one in layers))
         self.input_grad_s = _Sum(0.0, (one.input_grad_s for one in layers))
         self.weight_grad_s = _Sum(0.0, (one.weight_grad_s for one in layers))
         self.down_and_up_s = _Sum(0.0, (one.forward_s + one.input_grad_s for one in layers))
-        """The way of a microbatch: forward, and input gradient."""
+        """Time of the forward and the input gradient: a microbatch's way through the layers and back."""
         self.compute_s = _Sum(0.0, (one.compute_s for one in layers))
         self.activation_bytes = _Sum(0, (one.activation_bytes for one in layers))
         self.early_bytes = _Sum(0, (one.early_bytes for one in layers))
@@ -96,11 +99,11 @@ class Spans:
         self._kept_bytes = _Sum(0, (one.kept_bytes for one in layers))
 
     def kept_bytes(self, first: int, last: int) -> int:
-        """Of who holds these layers, with the weight that embedding and head share where it needs that."""
+        """Return the bytes that a holder of these layers keeps, with the tied weight if it has embedding or head."""
         return self._kept_bytes(first, last) + self._tied_bytes * (first == 0 or last == self._last)
 
     def kept_bytes_table(self) -> NDArray[np.int64]:
-        """[first, last] -> :meth:`kept_bytes`."""
+        """Return :meth:`kept_bytes` of all spans, as an array indexed by [first, last]."""
         found = self._kept_bytes.table()
         found[0] += self._tied_bytes
         found[1:, -1] += self._tied_bytes
@@ -113,62 +116,63 @@ class Costs:
 
     layers: tuple[LayerCost, ...]
     tied: LayerCost | None = None
-    """Of the weight that embedding and head share, which ``layers`` do not count then (``Layout.tied``)."""
+    """Cost of the weight that embedding and head share, which is then not counted in ``layers`` (``Layout.tied``)."""
     message_bytes: SIZE_BYTES
-    """One activation (or its gradient) between two layers."""
+    """Bytes of one activation (or its gradient) between two layers."""
     link_latency_s: COST_S
     link_bytes_per_s: Annotated[float, Between(1, math.inf)]
     bucket_bytes: SIZE_BYTES | None = None
-    """The least of gradients that is summed at once; None: see ``plan/reductions.py``."""
+    """The least number of bytes of gradients that are summed at once; None: as ``plan/reductions.py`` has it."""
     memory_bytes: SIZE_BYTES | None = None
-    """Of one worker, for weights, gradients, optimizer and activations; None = not known, no limit."""
+    """Memory of one worker for weights, gradients, optimizer and activations; None: not known, and no limit."""
     keeps_messages: bool = False
-    """What a worker sends stays there until the step's end, so that an interrupted step can go on."""
+    """Whether a worker keeps what it sends until the step's end, so that an interrupted step can go on."""
     optimizer_s: COST_S = 0.0
-    """The step's end: agreement and optimizer, on the worker that takes longest."""
+    """Time of a step's end, agreement and optimizer, on the worker that takes longest."""
     slow_links: tuple[tuple[int, int, float], ...] = ()
-    """(sender, receiver, seconds): activations between these two workers take so much longer than others."""
+    """(sender, receiver, seconds): how much longer an activation between these workers takes than others."""
     slow_sums: tuple[SlowSums, ...] = ()
-    """Of gradients, those that take longer than others."""
+    """Gradient sums that take longer than others."""
 
     @cached_property
     def spans(self) -> Spans:
-        """What several layers cost together."""
+        """Costs of consecutive layers together."""
         return Spans(self.layers, self.tied)
 
     @cached_property
     def all_layers(self) -> tuple[LayerCost, ...]:
-        """``layers``, and behind them the tied weight: one for each of ``Layout.all_holders``."""
+        """``layers``, followed by the tied weight if there is one; as ``Layout.all_holders``."""
         return (*self.layers, self.tied) if self.tied else self.layers
 
     def with_layers(self, layers: Iterable[LayerCost]) -> Costs:
-        """The same with other ``all_layers``."""
+        """Return these costs with ``layers`` in the place of ``all_layers``."""
         found = tuple(layers)
         count = len(self.layers)
         return replace(self, layers=found[:count], tied=found[count] if self.tied else None)
 
     def message_s(self) -> float:
-        """Time of one activation message."""
+        """Return the time of one activation message."""
         return self.link_latency_s + self.message_bytes / self.link_bytes_per_s
 
     @cached_property
     def lags_s(self) -> dict[tuple[int, int], float]:
-        """(sender, receiver) -> what a message between them takes longer than :meth:`message_s`."""
+        """(sender, receiver) -> how much longer than :meth:`message_s` a message between them takes."""
         return {(sender, receiver): longer_s for sender, receiver, longer_s in self.slow_links}
 
     def sum_factor(self, holders: tuple[int, ...]) -> float:
-        """How many times its usual time the sum over ``holders`` takes."""
+        """Return the time of the sum over ``holders``, relative to the usual time."""
         return max((one.factor for one in self.slow_sums if one.slows(holders)), default=1.0)
 
     @cached_property
     def without_slow_links(self) -> Costs:
-        """What is the same wherever the workers are: itself where no link is slow, and no sum."""
+        """These costs without slow links and sums: what does not depend on which workers take part."""
         return replace(self, slow_links=(), slow_sums=()) if self.slow_links or self.slow_sums else self
 
     @cached_property
     def of_orders(self) -> Costs:
-        """What orders and programs are worked out from: the same wherever the workers are, and however optimizer state
-        is shared out.
+        """The costs that orders and programs depend on.
+
+        They do not depend on which workers take part, nor on how optimizer state is shared out.
         """
         layers = (replace(one, optimizer_bytes=0, state_bytes=0) for one in self.all_layers)
         return self.without_slow_links.with_layers(layers)

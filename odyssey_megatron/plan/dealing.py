@@ -1,8 +1,8 @@
-"""Which microbatch of a step goes where, where they are not equally dear: as their sequences are, of unequal lengths.
+"""Dealing a step's microbatches to routes when they cost different amounts: their sequences have unequal lengths.
 
-A plan counts on microbatches that cost the same, and gives each route as many as it is fast. So the numbers of a plan's
-microbatches are places, and which microbatch of the step is in which place is dealt before each step. Nothing of the
-plan changes by it, nor what makes up the global batch.
+A plan assumes that all microbatches cost the same, and gives each route a number of them by its speed. Here the plan's
+microbatch numbers are taken as places, and before each step its microbatches are dealt to these places. That changes
+neither the plan nor what makes up the global batch. A route is *dear* if its microbatches cost much for their number.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ENOUGH = 1e-3
-"""A dearest route this close to what no dealing is below is not improved any more."""
+"""A dearest route this close to the mean, which no dealing can be below, is not improved any more."""
 _SWAPS = 256
-"""At most: the ranks work it out between two steps."""
+"""The largest number of exchanges, since the ranks work out the dealing between two steps."""
 
 
 def dearest(costs: Sequence[int], routes: Sequence[int], order: Sequence[int]) -> float:
-    """How many times its share the route costs that has most to do for what the plan gives it: 1.0 is even.
+    """Return the cost of the dearest route relative to its share: 1.0 is even.
 
     Args:
-        costs: of the step's microbatches, together below 2**53.
-        routes: of each place, which route it is on.
-        order: of each place, which microbatch is in it.
+        costs: the cost of each of the step's microbatches; their sum is below 2**53.
+        routes: for each place, the route that it is on.
+        order: for each place, the microbatch that is in it.
     """
     at, sizes, cost = _counted(routes), _sizes(routes), np.asarray(costs, float)
     mean = float(cost.mean()) if len(cost) else 0.0
@@ -35,11 +35,12 @@ def dearest(costs: Sequence[int], routes: Sequence[int], order: Sequence[int]) -
 
 
 def deal(costs: Sequence[int], routes: Sequence[int]) -> tuple[int, ...]:
-    """Of each place the microbatch in it, such that the dearest route (:func:`dearest`) is as little dear as is found.
+    """Return the microbatch for each place such that the dearest route (:func:`dearest`) costs as little as is found.
 
-    Each route keeps its places, and takes its microbatches in their order. They go one by one, from the dearest on,
-    each to the route that is least dear until then; at last the dearest route exchanges some with others, one for one,
-    while that makes the dearer of the two less dear. Natural order where nothing better is found. Deterministic.
+    Each route keeps its places, and takes its microbatches in their order. They are dealt one by one, the most
+    expensive first, each to the route that is least dear so far. Then the dearest route exchanges microbatches with
+    others, one for one, while that makes the dearer of the two cheaper. If nothing better is found, microbatches stay
+    in natural order. Deterministic.
     """
     natural = tuple(range(len(costs)))
     at, sizes, cost = _counted(routes), _sizes(routes), np.asarray(costs, float)
@@ -55,20 +56,20 @@ def deal(costs: Sequence[int], routes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _counted(routes: Sequence[int]) -> NDArray[np.int64]:
-    """Routes as 0, 1, 2, ..."""
+    """Return the routes renumbered as 0, 1, 2, ..."""
     return np.unique(np.asarray(routes, np.int64), return_inverse=True)[1].reshape(-1)
 
 
 def _sizes(routes: Sequence[int]) -> NDArray[np.int64]:
-    """Places of each."""
+    """Return the number of places of each route."""
     return np.unique(np.asarray(routes, np.int64), return_counts=True)[1]
 
 
 def _greedy(cost: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of each microbatch its route."""
+    """Return the route of each microbatch, by dealing greedily."""
     where = np.empty(len(cost), np.int64)
     free = sizes.tolist()
-    # Of all that have room, the one with the least for its size; of equals that with most places left.
+    # Of the routes with places left the one with the least cost for its size is first; of equals, with the least cost.
     least = [(0.0, 0.0, route) for route in range(len(free))]
     heapq.heapify(least)
     for microbatch in np.argsort(-cost, kind="stable").tolist():
@@ -81,7 +82,7 @@ def _greedy(cost: NDArray[np.float64], sizes: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _exchange(where: NDArray[np.int64], cost: NDArray[np.float64], sizes: NDArray[np.int64]) -> None:
-    """Improves ``where``, in place."""
+    """Improve ``where`` in place, by exchanges of two microbatches."""
     load, mean = np.bincount(where, weights=cost), float(cost.mean())
     for _ in range(_SWAPS):
         dear = int(np.argmax(load / sizes))

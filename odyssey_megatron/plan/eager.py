@@ -1,15 +1,15 @@
-"""Eager forwards: what a holder does in its bubbles for the worker whose place it would take.
+"""Eager forwards: a holder runs forwards ahead, in its bubbles, for the worker whose place it would take.
 
 Source: Bamboo's redundant computation (arXiv 2204.12013): the forward is run ahead on the shadow (eager FRC), so that
-after a failure only the backward is added (lazy BRC). Here the eager forward of a microbatch stays of use until the
-step's end: a dead worker takes along all weight gradients that it has added up, so all its microbatches are done again.
+after a failure only the backward must be done (lazy BRC). Here the eager forward of a microbatch is useful until the
+step's end: the weight gradients that a dead worker has added up are lost, so all its microbatches are done again.
 
-Nothing is sent for it. A holder can run a visit ahead if it is the worker before it on the route, which has made its
-input, or if the visit is a route's first, which begins with tokens.
+Nothing is sent for an eager forward. A holder can run a visit ahead if it has made the visit's input, as the worker
+before it on the route; or if the visit is the first of its route, whose input is tokens.
 
 Only bubbles are filled. Outside of them an eager forward of f seconds would cost f in every step, and save at most f
-once its worker dies: that never pays. Behind a worker's last weight gradient nothing is run ahead either: little of the
-step is left then that could be lost.
+once its worker dies: that never pays. Nothing is run ahead after a worker's first sum either: little of the step is
+left then that could be lost.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from odyssey_megatron.plan.verify import verify_codes
 from odyssey_megatron.plan.visits import FORWARD, SEND_FORWARD, Codes, Visits
 
 _ROUNDING = 1e-9
-"""Of a step: a bubble that is this much too short is long enough."""
+"""The share of a step by which a bubble may be too short, to allow for rounding."""
 
 Heirs = Mapping[tuple[int, int], int]
-"""(microbatch, first layer of a hop) -> the worker that would do the hop if the one that is routed to do it died."""
+"""(microbatch, first layer of a hop) -> the heir of the hop: the worker that would compute it if the one that it is
+routed to died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerForward:
-    """One of them; times are seconds since the step's start."""
+    """An eager forward; times are seconds since the step's start."""
 
     worker: int
-    """Who runs it; ``routed`` is whose visit it is."""
+    """The worker that runs it; ``routed`` is the worker that the visit is routed to."""
     routed: int
     microbatch: int
     first: int
@@ -51,7 +52,10 @@ class EagerForward:
     end_s: float
 
     def saves_s(self, step_s: float) -> float:
-        """What it saves on average if ``routed`` dies at any moment of a step: itself, if it has run by then."""
+        """Return the time it saves on average if ``routed`` dies at a random moment of a step of ``step_s``.
+
+        It saves its own time if it has run by then.
+        """
         return (self.end_s - self.start_s) * max(0.0, 1 - self.end_s / step_s)
 
 
@@ -62,10 +66,11 @@ class Filled:
     programs: Codes
     forwards: tuple[EagerForward, ...]
     no_input: int
-    """Visits that nobody can run ahead: no other worker holds their layers, or has their input."""
+    """Number of visits that nobody can run ahead: no other worker holds their layers, or has their input."""
     no_memory: int
-    """Visits that a bubble was long enough for, but memory not large enough."""
+    """Number of visits for which a bubble was long enough, but memory was not large enough."""
     no_bubble: int
+    """Number of visits for which no bubble was long enough."""
 
     def __str__(self) -> str:
         keeps = (
@@ -87,10 +92,11 @@ def assemble_eager(
     caps: Mapping[int, int],
     speeds: Mapping[int, float],
 ) -> Assembled:
-    """As ``assemble``, with eager forwards wherever they cost nothing.
+    """Lower and verify ``order`` as ``assemble`` does, with eager forwards wherever they cost nothing.
 
     Args:
-        caps: worker -> bytes of activations. Eager forwards keep to them too, unless the memory is not known.
+        heirs: which worker would compute a hop if its own died.
+        caps: worker -> bytes of activations. Eager forwards keep to them too, if the memory is known.
 
     Raises:
         ScheduleInvalid: the schedule does not carry out the routes, deadlocks or exceeds its memory.
@@ -119,11 +125,11 @@ def fill_bubbles(
     room: Mapping[int, int] | None,
     speeds: Mapping[int, float],
 ) -> Filled:
-    """Puts eager forwards where workers wait at least as long as they take, so that nothing else moves.
+    """Insert eager forwards where workers wait at least as long as these take, so that nothing else is delayed.
 
     Args:
-        timeline: of ``programs``.
-        room: worker -> bytes of activations; None = not known, no limit.
+        timeline: the simulated step of ``programs``.
+        room: worker -> bytes of activations; None: not known, and no limit.
     """
     firsts: dict[int, list[int]] = {worker: [] for worker in programs}
     mine: dict[int, set[int]] = {worker: set() for worker in programs}
@@ -172,7 +178,15 @@ class _Worker:
         mine: set[int],
         rounding_s: float,
     ) -> None:
-        """First in, first out: what is run ahead early is lost the least often."""
+        """Fill the bubbles of ``program``, whose instructions run at ``spans``, first in, first out.
+
+        An eager forward that runs early is most likely to have run when a worker dies.
+
+        Args:
+            firsts: visits that begin with tokens, and can be run ahead at any time.
+            mine: visits that can be run ahead once this worker has done the forward before.
+            rounding_s: the time by which a bubble may be too short.
+        """
         visits, ready = self.visits, deque(firsts)
         busiest = self._busiest(program)
         now_s, kept = 0.0, 0
@@ -212,8 +226,9 @@ class _Worker:
         )
 
     def _busiest(self, program: list[int]) -> list[int]:
-        """From before each instruction on, the most bytes of activations that are live at once: the instruction itself
-        may be what frees some.
+        """Return, for each instruction, the most bytes of activations that are live at once from just before it on.
+
+        From just before it, since the instruction itself may free some.
         """
         if self.room is None:
             return []
@@ -231,7 +246,7 @@ class _Worker:
 
 
 def eager_forwards(schedule: Schedule, layout: Layout, costs: Costs) -> tuple[EagerForward, ...]:
-    """Those in ``schedule``, with their simulated times."""
+    """Return the eager forwards in ``schedule``, with their simulated times."""
     routed = {
         (microbatch, hop.first): hop.worker
         for route in layout.routes

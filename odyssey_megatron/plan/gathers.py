@@ -1,7 +1,7 @@
-"""When new weights arrive, where each holder of a layer steps some slices of it only.
+"""When new weights arrive if each holder of a layer only steps some slices of it.
 
-Behind a step the holders of a bucket gather its weights, beside the first forwards of the next step, which wait for
-what they compute with. Everybody goes through the buckets in one order, that in which a forward needs them.
+After a step the holders of a bucket gather its weights, beside the first forwards of the next step, which wait for the
+weights that they need. All workers gather the buckets in one order, in which a forward needs them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from odyssey_megatron.plan.reductions import holders_of
 
 
 def gather_order(buckets: Iterable[Block], num_layers: int) -> list[Block]:
-    """``buckets`` as everybody gathers them: the weight that embedding and head share first."""
+    """Return ``buckets`` in the order in which all workers gather them: the tied weight first, then by layer."""
     return sorted(buckets, key=lambda one: (one.first < num_layers, one.first))
 
 
 def gather_s(costs: Costs, first: int, last: int, holders: int) -> float:
-    """Ring all-gather of a bucket's weights: (k - 1) / k of its bytes, half of an all-reduce."""
+    """Return the time of a ring all-gather of a bucket's weights by k ``holders``.
+
+    It sends (k - 1) / k of the bytes, half as much as an all-reduce.
+    """
     if holders < 2:
         return 0.0
     size = costs.spans.weight_bytes(first, last)
@@ -27,8 +30,9 @@ def gather_s(costs: Costs, first: int, last: int, holders: int) -> float:
 
 
 def least_late_s(costs: Costs, holders: int, copies: int) -> float:
-    """:func:`weights_late_s` at the least, whatever the layout: no forward begins before the embedding's weights, and
-    what the head shares with it, are there. ``holders``: of each layer, at the least.
+    """Return a lower bound on :func:`weights_late_s` for any layout with at least ``holders`` holders of each layer.
+
+    No forward begins before the embedding's weights have arrived, and the tied weight if there is one.
     """
     if not 0 < copies < holders:
         return 0.0
@@ -40,8 +44,10 @@ def least_late_s(costs: Costs, holders: int, copies: int) -> float:
 def weights_late_s(
     layout: Layout, buckets: Iterable[Block], costs: Costs, alike: Mapping[int, int] | None = None
 ) -> float:
-    """How much longer a step is for the weights that its first forwards wait for: as the latest of them is late, all of
-    it is taken to be. 0.0 where each holder steps all that it holds. ``alike``: see ``reductions.holders_of``.
+    """Return how much longer a step is because its first forwards wait for weights.
+
+    The whole step is taken to be late by as much as the latest weights are. 0.0 if each holder steps all that it holds.
+    ``alike``: see ``reductions.holders_of``.
     """
     if not layout.copies:
         return 0.0

@@ -22,7 +22,7 @@ def build_schedule(
     in_flight_cap: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
 ) -> Schedule:
-    """The program of every worker for one step of ``layout``.
+    """Return the program of every worker for one step of ``layout``.
 
     Arguments and errors are those of :func:`odyssey_megatron.plan.order.order_routes`. For whole plans of large
     jobs use :func:`odyssey_megatron.plan.assemble.assemble`, which gives the same programs as text.
@@ -32,7 +32,7 @@ def build_schedule(
 
 
 def lower(order: Order, layout: Layout, costs: Costs) -> Schedule:
-    """The passes from a compute order to what the interpreter runs."""
+    """Return the schedule of a compute order, with messages, sums and ``STEP``."""
     visits = Visits(layout, buckets(layout, costs))
     lowered = with_reductions(with_messages(visits.encode(order.schedule()), visits), visits)
     return Schedule(programs=tuple((worker, visits.decode(codes)) for worker, codes in lowered.items()))

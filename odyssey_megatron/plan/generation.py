@@ -1,4 +1,4 @@
-"""What the coordinator publishes: who is in, why, and the plan to carry out; or that the job ends."""
+"""What the coordinator publishes: a generation, with its members and plan, or the end of the job."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class CandidateRow:
     step_s: float | None
     transition_s: float | None
     score: float | None
-    """Expected tokens to the horizon."""
+    """Tokens that are expected to be trained until the horizon."""
     chosen: bool
     reason: str
-    """Why it was chosen or rejected, with the numbers."""
+    """Why the candidate was chosen or rejected, with the numbers."""
     next_loss: float = 0.0
-    """Tokens that ``score`` lacks because the next loss may end the job: some layers have a single holder."""
+    """Tokens taken off ``score`` because some layers have a single holder, so that the next loss may end the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,38 +35,39 @@ class Generation:
     """Ranks lost since the previous generation."""
     why: str
     previous: Layout | None
-    """The one whose holders are complete and current, i.e. of the last live generation; on a rank its own layers."""
+    """The layout whose holders are complete and current: that of the last live generation. None: there was none. On a
+    rank it only has the layers of its own worker."""
     plan: Plan
-    """On a rank what concerns its worker (``plan/wire.py``)."""
+    """The plan; on a rank only what concerns its worker (``plan/wire.py``)."""
     plan_hash: str
-    """Of the whole plan."""
+    """Hash of the whole plan."""
     decide_s: float = 0.0
-    """How long deciding took."""
+    """Time that deciding took."""
     planned: bool = False
-    """Offered: nobody has died, and it begins between two steps, when all members have prepared it."""
+    """Whether it was offered: it begins between two steps, when all members have prepared it, without a failure."""
     incarnations: tuple[tuple[int, int], ...] = ()
-    """(rank, incarnation) of the ranks that are not their rank's first process."""
+    """(rank, incarnation) of the ranks whose process is not their first one."""
     fresh: tuple[int, ...] = ()
-    """Ranks that hold nothing yet. Members begin with this generation; others are to wait for the next offer, or
-    for the rest of their cell."""
+    """Ranks that hold nothing yet. Those that are members begin with this generation; the others wait for the next
+    offer, or for the rest of their cell."""
     shapes: tuple[tuple[int, int], ...] = ()
-    """(worker, places of a whole cell that each of its ranks fills) of the living ones that are not whole, ascending:
-    cells that have lost ranks, and go on with the first so many (``cluster.cell.Cell``)."""
+    """(worker, number of places that each of its ranks fills) of the living smaller cells (``cluster.cell.Cell``),
+    ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """The job cannot go on, instead of generation ``number`` (I9)."""
+    """Published in the place of generation ``number``: the job cannot go on (I9)."""
 
     number: int
     why: str
     code: int
-    """What members leave with."""
+    """The exit code of the members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Every member has finished, and there is nothing to recover, instead of generation ``number``."""
+    """Published in the place of generation ``number``: every member has finished, and the job ends."""
 
     number: int
 

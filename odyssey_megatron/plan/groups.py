@@ -1,4 +1,4 @@
-"""Which groups a rank is in under a plan."""
+"""The communication groups of a plan: their names, and which a rank is in."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from odyssey_megatron.plan.schedule import MESSAGE, SEND, Program
 T = TypeVar("T")
 
 WORLD = "world"
-"""The group of all members. It lies between hosts, whatever connects devices: see ``rebuild/hosts.py``."""
+"""The group of all members. It connects hosts, whatever connects devices: see ``rebuild/hosts.py``."""
 
 _PAIR = "pair:"
 
 Channel = tuple[int, int]
-"""(sender, receiver), workers."""
+"""(sending worker, receiving worker)."""
 
 
 def channel_name(source: int, target: int) -> str:
-    """Of what worker ``source`` sends to ``target``."""
+    """Return the name of the channel of messages from worker ``source`` to ``target``."""
     return f"{source}>{target}"
 
 
 def moves_name(source: int, target: int) -> str:
-    """Of the layers that worker ``source`` sends to ``target`` beside messages."""
+    """Return the name of the channel of layers that move from worker ``source`` to ``target`` beside messages."""
     return f"{source}>>{target}"
 
 
 def way_of(name: str) -> Channel | None:
-    """Of a group of two ranks, for messages of one to the other, which of them is which: (sender, receiver), 0 the one
-    with the lower number. None of other groups.
+    """Return which of the two ranks of a channel's group sends and which receives, as (sender, receiver).
+
+    0 is the rank with the lower number, and 1 the other. None: ``name`` is another group's.
     """
     source, mark, target = name.partition(">")
     if not mark:
         return None
-    # A worker's ranks are in a row, those of the next one behind them.
+    # Ranks are numbered worker by worker, so comparing workers compares ranks.
     return (0, 1) if int(source) < int(target.lstrip(">").partition(".")[0]) else (1, 0)
 
 
 def outlives(name: str) -> bool:
-    """Whether another generation may go on with the communicator of a group: not with one that has had its use."""
+    """Whether the next generation may keep a group's communicator. Not if it only served to time a link."""
     return not name.startswith(_PAIR)
 
 
 def channels(layout: Layout, transfers: Iterable[Transfer] = ()) -> set[Channel]:
-    """All of a plan: forwards go along routes, gradients back, and layers as they move."""
+    """Return all channels of a plan: forwards go along routes, gradients back, and layers from sender to receiver."""
     steps = {(a.worker, b.worker) for route in layout.routes for a, b in pairwise(route.hops)}
     return steps | {(b, a) for a, b in steps} | {(one.source, one.target) for one in transfers}
 
@@ -57,7 +58,10 @@ def channels(layout: Layout, transfers: Iterable[Transfer] = ()) -> set[Channel]
 def _channels_of(
     worker: int, program: Program, transfers: Iterable[Transfer], *, beside: bool
 ) -> dict[str, Channel]:
-    """Those that ``worker`` is at an end of, by its program: it does not know others' part of its routes."""
+    """Return the channels that ``worker`` is at an end of, by name.
+
+    They follow from its program, since a rank does not know the other workers of its routes.
+    """
     ends = {
         (worker, one.peer) if one.op in SEND else (one.peer, worker) for one in program if one.op in MESSAGE
     }
@@ -68,26 +72,30 @@ def _channels_of(
 
 
 def block_group_name(first: int, last: int, part: int, parts: int) -> str:
-    """The group of all who have ``part`` of what a block has in so many ``parts``."""
+    """Return the name of the group of all ranks that have ``part`` of a block that is in ``parts`` parts."""
     return f"block:{first}:{last}" if parts == 1 else f"block:{first}:{last}.{part}of{parts}"
 
 
 class Holders(NamedTuple, Generic[T]):
-    """Of a block: those whom a rank sums its gradients with."""
+    """The groups in which a rank sums the gradients of a block."""
 
     groups: dict[int, T]
-    """By part that the rank has of it, that of all who have it."""
+    """For each part of the block (experts aside) that the rank has: the group of all ranks that have it."""
     ranks: tuple[int, ...]
-    """Of each holder, in such a group."""
+    """Number of ranks that each holder has in such a group."""
     experts: dict[int, T]
-    """By part that the rank has of what experts are spread in, that of all who have the same ones."""
+    """For each part of the experts that the rank has: the group of all ranks that have it."""
     expert_ranks: tuple[int, ...]
+    """Number of ranks that each holder has in such a group."""
 
 
 def holder_groups(
     group: Callable[[str], T], cell: Cell, blocks: Sequence[Block], shapes: Shapes = NO_SHAPES
 ) -> Callable[[int, int], Holders[T]]:
-    """Gives, of a first layer and the one behind the last, both of one of the ``blocks``, its holders."""
+    """Return a function from layers ``[first, last)`` within one of ``blocks`` to the groups of its holders.
+
+    ``group`` returns the group of a name.
+    """
 
     def of_layers(first: int, last: int) -> Holders[T]:
         block = next(one for one in blocks if one.first <= first and last <= one.last)
@@ -115,10 +123,12 @@ def group_members(
     tagged: bool,
     beside: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """The groups of ``plan`` that the rank of ``cell`` is in, with their ranks; ``shapes`` of all workers.
+    """Return the groups of ``plan`` that the rank of ``cell`` is in: name -> ranks.
 
-    ``beside``: layers move while steps compute. A device carries out what one group is given in its order: so they do
-    not go before the messages of that step, in the same group, but through one of their own.
+    Args:
+        shapes: those of all workers.
+        beside: whether layers move while steps compute. Then they go through groups of their own: a device carries
+            out the operations of one group in order, so that layers would hold up the messages of the step.
     """
     groups = {WORLD: members} | groups_of_cell(cell)
     if not tagged:
@@ -134,8 +144,8 @@ def group_members(
 
 
 def groups_of_block(block: Block, cell: Cell, shapes: Shapes = NO_SHAPES) -> dict[str, tuple[int, ...]]:
-    """Those that a rank of one of its holders sums its gradients in."""
-    # One sum over all who have the same part leaves the same bytes on all of them.
+    """Return the groups in which the rank of ``cell``, whose worker holds ``block``, sums its gradients."""
+    # There is one sum over all ranks that have the same part, so that all of them get the same bytes.
     groups = {}
     for parts in {cell.full_tensor, cell.full_expert_parts, cell.parts}:
         for part in cell.own(parts):
@@ -147,20 +157,20 @@ def groups_of_block(block: Block, cell: Cell, shapes: Shapes = NO_SHAPES) -> dic
 
 
 def ranks_of_holders(block: Block, cell: Cell, shapes: Shapes, parts: int) -> tuple[int, ...]:
-    """How many ranks each holder of ``block`` has in a group of those who have one of so many ``parts`` of it."""
+    """Return the number of ranks that each holder of ``block`` has in a group for one of ``parts`` parts of it."""
     part = cell.own(parts)[0]
     return tuple(len(cell.having(one, part, parts, shapes.get(one, 1))) for one in block.holders)
 
 
 def pair(members: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
-    """Two ranks each, between whom messages are timed once. None for the last one of an odd number."""
+    """Return the group of two in which ``rank`` times its link once; empty for the last of an odd number of ranks."""
     first = members.index(rank) // 2 * 2
     ranks = members[first : first + 2]
     return {f"{_PAIR}{ranks[0]}-{ranks[1]}": ranks} if len(ranks) == 2 else {}
 
 
 def groups_of_cell(cell: Cell) -> dict[str, tuple[int, ...]]:
-    """Those within the rank's own cell, with their ranks."""
+    """Return the groups within the rank's own cell: name -> ranks."""
     groups = (
         cell.ranks,
         cell.tensor_ranks,
@@ -175,6 +185,6 @@ def groups_of_cell(cell: Cell) -> dict[str, tuple[int, ...]]:
 
 
 def cell_group_name(ranks: tuple[int, ...]) -> str:
-    """The group of ``ranks``, equally far apart, of a cell."""
+    """Return the name of the group of ``ranks`` of one cell, which are equally far apart."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     return f"cell:{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")

@@ -1,8 +1,8 @@
-"""Whether all that stands before the sums is in order, of all programs at once.
+"""A fast check of all programs up to their first sums (their *heads*), with arrays.
 
-What a program does before its first sum is a part of some route: most of it, and of all that a plan has to be checked
-for the most. Here it is taken in numbers, in one go. That says yes or nothing: what is wrong, and where, is for
-``plan/verify.py`` and ``plan/queue.py`` to find, which go through the programs one by one.
+The instructions before the first sum carry out routes: they are most of a program, and take most of the time to verify.
+Here they are checked all at once. The answer is yes or unknown: what is wrong, and where, is for ``plan/verify.py`` and
+``plan/queue.py`` to find, which go through programs one by one.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ _Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of programs that are in order up to their first sums."""
+    """What is known of programs that are in order up to their first sums."""
 
     ends: dict[int, int]
-    """Worker -> where its first sum, or ``STEP``, stands."""
+    """Worker -> the length of its head: the position of the first sum, ``STEP``, or other code that is no visit's."""
     summed_later: list[bool]
-    """Of each visit, whether its weight gradient stands behind a sum, or in parts."""
+    """For each visit, whether its weight gradient is not in a head: it comes after a sum, or is done in parts."""
     peaks: dict[int, int]
-    """Worker -> the most bytes of activations that it keeps; behind the first sum it only gives some back."""
+    """Worker -> the most bytes of activations that it keeps; after the first sum it only frees some."""
     queue: bool
-    """Whether all come so far, too, where a device has one queue (``plan/queue.py``)."""
+    """Whether all workers are known to reach the ends of their heads with one queue per device (``plan/queue.py``)."""
 
 
 def heads_in_order(
     visits: Visits, programs: Codes, costs: Costs | None, turns: Sequence[int] | None = None
 ) -> Heads | None:
-    """None where that is not so, or cannot be said here: of fused backwards, and of what is run ahead.
+    """Return what is known if all heads are in order.
+
+    None: they are not, or it cannot be said here, as with fused backwards and eager forwards.
 
     Args:
-        turns: of each compute instruction, in the one order of all that ``plan/messages.py`` has found; a bad one is
-            no proof, and does no harm.
+        turns: by code, the turn of each compute instruction in the one order of all from ``plan/messages.py``. Wrong
+            turns prove nothing, and do no harm.
     """
     before, behind = np.array(visits.before), np.array(visits.behind)
     whole = [np.array(program, dtype=np.int64) for program in programs.values()]
@@ -89,10 +91,11 @@ def _first(found: NDArray[np.bool_]) -> int:
 
 
 def _each_in_turn(at: _Numbers, comes: NDArray[np.bool_], goes: NDArray[np.bool_]) -> bool:
-    """Each visit has what it is to have, once, and in order: ``at`` is where each kind stands, -1 where it does not.
+    """Whether each visit has all instructions that it must have, in order.
 
     Args:
-        comes, goes: of each visit, whether its activation comes from somebody, and goes to somebody.
+        at: [visit, kind] -> the position of the instruction; -1 if there is none.
+        comes, goes: for each visit, whether its activation comes from another worker, and its result goes to one.
     """
     forward, input_grad, weight_grad = at[:, FORWARD], at[:, INPUT_GRAD], at[:, WEIGHT_GRAD]
     there = at >= 0
@@ -117,21 +120,21 @@ def _each_in_turn(at: _Numbers, comes: NDArray[np.bool_], goes: NDArray[np.bool_
 
 
 class _Messages(NamedTuple):
-    """Channel by channel, and in order."""
+    """The messages of all channels as seen from one end, channel by channel and in order."""
 
     channel: _Numbers
     place: _Numbers
-    """Where the instruction stands."""
+    """The position of each message's instruction."""
     receive: _Numbers
-    """The code of the receive."""
+    """The code of each message's receive."""
 
     def agree(self, other: _Messages) -> bool:
-        """Both ends of each channel name the same messages in the same order."""
+        """Whether both ends of each channel have the same messages in the same order."""
         return np.array_equal(self.channel, other.channel) and np.array_equal(self.receive, other.receive)
 
 
 def _messages(codes: _Numbers, owner: _Numbers, visits: Visits, *, sent: bool) -> _Messages:
-    """All that are sent, or all that are received."""
+    """Return all messages that are ``sent``, or else all that are received."""
     down_kind, up_kind = (SEND_FORWARD, SEND_BACKWARD) if sent else (RECV_BACKWARD, RECV_FORWARD)
     kind = codes & 7
     place = np.flatnonzero((kind == down_kind) | (kind == up_kind))
@@ -147,7 +150,10 @@ def _messages(codes: _Numbers, owner: _Numbers, visits: Visits, *, sent: bool) -
 def _peaks(
     visits: Visits, programs: Codes, costs: Costs, codes: _Numbers, seat: _Numbers, lengths: Sequence[int]
 ) -> dict[int, int]:
-    """Each worker goes through its program in order, so that no clock is needed for this."""
+    """Return the most bytes of activations that each worker keeps.
+
+    No clock is needed for that, since each worker goes through its program in order.
+    """
     spans = costs.spans
     places = list(zip(visits.first, visits.last, strict=True))
     bytes_of = {one: (spans.activation_bytes(*one), spans.early_bytes(*one)) for one in {*places}}
@@ -165,12 +171,12 @@ def _peaks(
 def _one_queue(
     turns: _Numbers, codes: _Numbers, seat: _Numbers, sent: _Messages, received: _Messages
 ) -> bool:
-    """Whether there is one order of all instructions in which each can begin once all before it have.
+    """Whether there is one order of all instructions in which each can begin once all before it have begun.
 
-    A compute instruction begins in its turn t, at 4 t; what is sent shortly before the turn before which it is through;
-    a receive when all before it in its program have begun, and behind the message ahead of its own. That is such an
-    order if it is that of every program, if nobody needs anything before it is sent, and if each receive has
-    begun before the message behind its own is sent.
+    A time is given to each instruction: 4 t to a compute instruction with turn t; to a send the time shortly before the
+    turn before which its message is through; to a receive the time when all before it in its program have begun, and
+    the previous message of its channel has been sent. This is such an order if every program keeps to it, if no message
+    is needed before it is sent, and if each receive has begun before the next message of its channel is sent.
     """
     kind = codes & 7
     receives = (kind == RECV_FORWARD) | (kind == RECV_BACKWARD)

@@ -1,6 +1,6 @@
-"""What has been worked out for one set of costs, so that the next decision looks it up.
+"""A cache of orders and programs for one set of costs, so that the next decision can look them up.
 
-Failures of one kind lead to equal shapes on other workers: deaths that are decided on while the job trains
+Failures of one kind lead to equal shapes on other workers. While the job trains, decisions on possible deaths
 (``policy/planner.py``) leave here what the decision on a real one needs.
 """
 
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from odyssey_megatron.plan.tasks import Shape
 
 _KEPT_BYTES = 24 * 2**20
-"""Of orders, and of kinds, of each set of costs; beyond, what was not looked up for longest goes (I10)."""
+"""The most bytes of orders, and as many of kinds, that are kept for a set of costs. Beyond that the least recently used
+go (I10)."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class _Kept(Generic[K, V]):
-    """Values by key, as many as their bytes allow. Decisions, and their rehearsal in another thread, share it."""
+    """A cache of bounded size, shared by decisions and by their rehearsal in another thread."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
@@ -48,16 +49,19 @@ class _Kept(Generic[K, V]):
 
 
 class Known:
-    """Of one set of costs."""
+    """What is known for one set of costs."""
 
     def __init__(self) -> None:
         self.orders: _Kept[Shape, Solved] = _Kept()
-        """The best order of a shape, however long it takes."""
+        """Shape -> its best order, found without a time limit."""
         self.kinds: _Kept[int, tuple[Solved, Kind]] = _Kept()
-        """The same lowered and verified, by the order's identity."""
+        """``id()`` of an order -> the order, and its programs, lowered and verified."""
 
 
 @lru_cache(maxsize=2)
 def known(costs: Costs) -> Known:
-    """Of the costs that decisions are made with, and of those that they will be made with next."""
+    """Return what is known for ``costs``.
+
+    Two sets are kept: the costs of current decisions, and those that the next decisions will be made with.
+    """
     return Known()

@@ -1,6 +1,7 @@
 """Layouts: which workers hold which layers, and which route each microbatch takes.
 
-Layers are the planner's: 0 the embedding, 1..n transformer layers, n+1 the head. Spans are half open.
+Layers are numbered as the planner does: 0 is the embedding, 1..n are the transformer layers, n+1 is the head. Spans are
+half open.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Route:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """(first, last) of each hop: the same of routes that are cut alike, whichever workers they have."""
+        """(first, last) of each hop: equal for routes that are cut alike, whatever workers they go through."""
         return tuple((hop.first, hop.last) for hop in self.hops)
 
 
@@ -62,51 +63,54 @@ class Layout:
     """``holders[layer]``: worker ids, ascending."""
     routes: tuple[Route, ...]
     keepers: tuple[tuple[int, ...], ...] = ()
-    """``keepers[layer]``: the ring of places over which its optimizer state is cut (``plan/slices.py``). Who keeps a
-    slice makes its step; the others get its new weights from the first who does. Empty: every holder keeps all."""
+    """``keepers[layer]``: the ring of workers over which its optimizer state is cut (``plan/slices.py``). The keepers
+    of a slice make its step; the other holders get its new weights from its first keeper. Empty: every holder keeps
+    all state."""
     copies: int = 0
-    """Of each slice, where there are ``keepers``."""
+    """Number of keepers of each slice, where there are ``keepers``."""
     cuts: tuple[int, ...] = ()
-    """Where blocks end besides, so that what was two model chunks can go on in an interrupted step."""
+    """Layers at which blocks must end besides, so that what was two model chunks can go on in an interrupted step."""
     step_microbatches: int = 0
-    """How many a step has, where ``routes`` are only those of one worker (``plan/wire.py``); 0: they are all."""
+    """Number of microbatches in a step, if ``routes`` are only those through one worker (``plan/wire.py``); 0: they
+    are all routes."""
     tied: bool = False
-    """Embedding and head share a weight. It counts as one more layer, behind the head, which no route goes through:
-    whoever holds the one or the other holds it, and all of them sum its gradient."""
+    """Whether embedding and head share a weight. It counts as one more layer, behind the head, which no route goes
+    through. Every holder of embedding or head holds it, and all of them sum its gradient."""
 
     @property
     def num_layers(self) -> int:
-        """Those that routes go through."""
+        """Number of layers that routes go through."""
         return len(self.holders)
 
     @property
     def all_holders(self) -> tuple[tuple[int, ...], ...]:
-        """``holders``, and behind them those of the tied weight."""
+        """``holders``, followed by those of the tied weight if there is one."""
         if not self.tied:
             return self.holders
         return (*self.holders, tuple(sorted({*self.holders[0], *self.holders[-1]})))
 
     @property
     def states(self) -> tuple[tuple[Slice, ...], ...]:
-        """Per layer, the slices of its state: the loss of all owners of one would lose it."""
+        """The slices of each layer's state. A slice is lost if all its owners are."""
         if self.keepers:
             return tuple(slices(ring, self.copies) for ring in self.keepers)
         return tuple((Slice(EVERYTHING, holders),) for holders in self.all_holders)
 
     @property
     def owners(self) -> tuple[frozenset[tuple[int, ...]], ...]:
-        """Per layer, the workers of whom one must live, for each slice of its state."""
+        """For each layer, the owners of each slice of its state, of whom one must live."""
         return tuple(map(owners_of, self.states))
 
     def speaker(self, layer: int) -> int:
-        """Who saves it: the first holder, or where its state is cut, the first owner of one of its slices, of another
-        one for each layer.
+        """Return the worker that saves ``layer``.
+
+        It is the first holder; or, if state is cut, the first owner of a slice, which is another one for each layer.
         """
         found = self.states[layer]
         return found[layer % len(found)].owners[0]
 
     def alone(self) -> dict[int, list[int]]:
-        """Worker -> the layers of which it alone has some state."""
+        """Return, for each worker that alone has some state, the layers of which it has."""
         found: dict[int, list[int]] = {}
         for layer, owners in enumerate(self.owners):
             for worker in sorted({one[0] for one in owners if len(one) == 1}):
@@ -115,7 +119,7 @@ class Layout:
 
     @property
     def losses_survived(self) -> int:
-        """So many of its workers may be lost at once, whichever they are."""
+        """Number of workers that may be lost at once, whichever they are, without losing state."""
         return min(len(one) for owners in self.owners for one in owners) - 1
 
     @property
@@ -125,12 +129,12 @@ class Layout:
 
     @property
     def lengths(self) -> str:
-        """In how many workers each pipeline is, for tables: ``8+8+7``."""
+        """The number of workers in each pipeline as text for tables: ``8+8+7``."""
         found = "+".join(str(len({hop.worker for hop in route.hops})) for route in self.routes)
         return found + (", workers visited more than once" if self.revisits else "")
 
     def with_tied(self, layers: Iterable[int]) -> set[int]:
-        """``layers``, and the tied weight where they need it."""
+        """Return ``layers``, and the tied weight if embedding or head is among them."""
         own = set(layers)
         return own | {self.num_layers} if self.tied and own & {0, self.num_layers - 1} else own
 
@@ -144,7 +148,10 @@ class Layout:
         return tuple(sorted(set[int]().union(*self.holders)))
 
     def blocks(self) -> tuple[Block, ...]:
-        """The coarsest cut, at ``cuts`` and such that holders agree within a block and no hop ends inside."""
+        """Return the layers in as few blocks as possible.
+
+        All layers of a block have the same holders, no hop begins or ends inside a block, and blocks end at ``cuts``.
+        """
         cuts = {0, self.num_layers, *self.cuts}
         cuts |= {i for i in range(1, self.num_layers) if self.holders[i] != self.holders[i - 1]}
         cuts |= {end for route in self.routes for hop in route.hops for end in (hop.first, hop.last)}
@@ -153,21 +160,23 @@ class Layout:
         return tuple(Block(first=a, last=b, holders=holders[a]) for a, b in pairwise(edges))
 
     def held_by(self, worker: int) -> tuple[int, ...]:
-        """The layers that ``worker`` holds, ascending."""
+        """Return the layers that ``worker`` holds, ascending."""
         return tuple(i for i, holders in enumerate(self.all_holders) if worker in holders)
 
     def kept_by(self, worker: int) -> tuple[int, ...]:
-        """The layers of whose optimizer state ``worker`` keeps some, ascending."""
+        """Return the layers of whose optimizer state ``worker`` keeps some, ascending."""
         return tuple(i for i, found in enumerate(self.states) if worker in kept(found))
 
     def spans_kept_by(self, worker: int) -> dict[int, tuple[Span, ...]]:
-        """Of each layer, what ``worker`` keeps of its optimizer state."""
+        """Return, for each layer, the spans of its optimizer state that ``worker`` keeps."""
         found = {layer: kept(of_layer).get(worker, ()) for layer, of_layer in enumerate(self.states)}
         return {layer: spans for layer, spans in found.items() if spans}
 
     def spare_states(self, worker: int) -> dict[int, tuple[Span, ...]]:
-        """Layer -> what ``worker`` has of its optimizer state for a failure only: where others send the weights, or,
-        where every holder keeps all, as a shadow.
+        """Return, for each layer, the spans of its optimizer state that ``worker`` has for a failure only.
+
+        These are the slices whose weights another keeper sends; or, if every holder keeps all state, the layers that
+        it holds as a shadow.
         """
         computed = self.with_tied(
             layer
@@ -186,11 +195,11 @@ class Layout:
         return {layer: spans for layer, spans in spare.items() if spans}
 
     def check(self) -> Layout:
-        """Returns self if every microbatch 0..M-1 has exactly one route, through every layer once, in order,
+        """Return self if every microbatch 0..M-1 has exactly one route, through every layer once, in order,
         and only through holders.
 
         Raises:
-            LayoutInvalid
+            LayoutInvalid: this is not so, or some state has no keeper.
         """
         for layer, holders in enumerate(self.all_holders):
             if not holders or list(holders) != sorted(set(holders)):
@@ -213,7 +222,10 @@ class Layout:
     def _check_route(
         self, route: Route, holders_of: list[frozenset[int]], sound: set[tuple[int, int, int]]
     ) -> None:
-        """``sound``: (worker, first, last) of hops whose worker is known to hold these layers."""
+        """Raise LayoutInvalid if ``route`` is wrong.
+
+        ``sound`` collects (worker, first, last) of hops whose worker is known to hold these layers.
+        """
         at = 0
         for hop in route.hops:
             if hop.first != at or hop.last <= hop.first:
@@ -231,7 +243,7 @@ class Layout:
 
 
 def layout_from_routes(num_layers: int, routes: tuple[Route, ...], *, tied: bool = False) -> Layout:
-    """The layout in which exactly the workers that compute a layer hold it."""
+    """Return the layout in which exactly the workers that compute a layer hold it."""
     holders: list[set[int]] = [set() for _ in range(num_layers)]
     for route in routes:
         for hop in route.hops:
@@ -241,7 +253,7 @@ def layout_from_routes(num_layers: int, routes: tuple[Route, ...], *, tied: bool
 
 
 def pipeline_route(workers: tuple[int, ...], ends: tuple[int, ...], microbatches: tuple[int, ...]) -> Route:
-    """A pipeline over ``workers``; stage i computes ``[ends[i-1], ends[i])``, from layer 0."""
+    """Return a pipeline through ``workers``; stage i computes ``[ends[i-1], ends[i])``, the first from layer 0."""
     spans = pairwise((0, *ends))
     hops = tuple(Hop(worker=worker, first=a, last=b) for worker, (a, b) in zip(workers, spans, strict=True))
     return Route(microbatches=microbatches, hops=hops)
@@ -256,11 +268,11 @@ def megatron_layout(
     stage_layers: Sequence[int] = (),
     tied: bool = False,
 ) -> Layout:
-    """The failure-free layout, as Megatron places it: worker = stage * dp + replica.
+    """Return the failure-free layout as Megatron places it: worker = stage * dp + replica.
 
-    Transformer layers are split as ``stage_layers`` says, else evenly (remainder to the middle stages, away from
-    embedding and head), microbatches round-robin over replicas. Source: megatron core_v0.16.1 parallel_state.py,
-    default order ``tp-cp-ep-dp-pp``.
+    Transformer layers are split as ``stage_layers`` says, else evenly: what is left over goes to the middle stages,
+    away from embedding and head. Microbatches go round-robin over replicas. Source: megatron core_v0.16.1
+    parallel_state.py, default order ``tp-cp-ep-dp-pp``.
     """
     dp, blocks = num_workers // pipeline_size, num_layers - 2
     share, extra = divmod(blocks, pipeline_size)

@@ -1,7 +1,7 @@
-"""Of the orders of a layout that take about as long as the best one, one that needs less memory.
+"""Finding an order of a layout that takes about as long as the best one, and needs less memory.
 
-An order fills the memory that it may use, to be a little faster. How much slower a plan may be for how much less memory
-is the user's to say (``--odyssey-slower-for-memory-percent``).
+An order fills the memory that it may use, to be a little faster. The user says by how much a plan may be slower if it
+needs less memory (``--odyssey-slower-for-memory-percent``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.tasks import numbered_tasks
 
 _TRIES = 6
-"""What is left to find is a 64th of all that could be saved."""
+"""Number of bisections, after which at most a 64th of all that could be saved is missed."""
 MOST_VISITS = 8192
-"""Of microbatches to stages, that are put in order once more each try, 10 to 40 µs each; of more the order stays."""
+"""The largest number of visits, of microbatches to stages, that are put in order once more in each try, at 10 to 40 µs
+each. With more the order stays as it is."""
 
 
 def leaner(
@@ -35,14 +36,14 @@ def leaner(
     most_visits: int = MOST_VISITS,
     thorough: bool = False,
 ) -> tuple[Order, float] | None:
-    """An order whose fullest worker needs fewer bytes, and its step, of at most ``longest_s``; None if none was found.
+    """Return an order whose fullest worker needs fewer bytes, and the time of its step, which is at most ``longest_s``.
 
-    All workers may use so many bytes fewer, which is bisected: whether it is in time is not monotone, so that it is a
-    good one, not the best. Deterministic.
+    Returns None if none is found. The number of bytes that all workers must save is found by bisection. As the step's
+    time is not monotone in it, the result is good, but not always the best. Deterministic.
 
     Args:
-        caps: that ``order`` was found with: worker -> bytes of activations; workers are equally full then.
-        most_visits: of pipelines that are unlike, up to which there is time.
+        caps: worker -> bytes of activations, with which ``order`` was found; with these workers are equally full.
+        most_visits: the largest number of visits, in pipelines that are not alike, for which there is time.
         thorough: see ``order_routes``.
     """
     kinds = {id(one.solved): one for one in order.groups}
@@ -74,7 +75,10 @@ def _with_fewer(
     ends_s: Mapping[int, float],
     thorough: bool,
 ) -> Order | None:
-    """``order`` with ``fewer`` bytes of activations for every worker; None if it is not in time, or does not fit."""
+    """Return an order with ``fewer`` bytes less for every worker's activations; None: not in time, or it does not fit.
+
+    ``kinds`` has one group of each kind in ``order``, and ``ends_s`` when each worker must be done.
+    """
     found: dict[int, Solved] = {}
     for key, one in kinds.items():
         shape = one.solved.shape
@@ -94,7 +98,7 @@ def _with_fewer(
 
 
 def _unused(order: Order, costs: Costs, caps: Mapping[int, int]) -> int:
-    """Bytes that every worker has left of its ``caps`` for activations, at the least."""
+    """Return the least number of bytes that a worker has left of its cap for activations."""
     peaks: dict[int, list[int]] = {}
     for solved in {id(one.solved): one.solved for one in order.groups}.values():
         tasks = numbered_tasks(solved.shape, costs)

@@ -1,14 +1,14 @@
 """Memory-bounded list scheduling: the order in which the workers of a group of routes compute.
 
-The backward is split in input gradient (on the critical path) and weight gradient (fills bubbles). A worker
-that is free keeps as many microbatches between forward and input gradient as 1F1B would (one more than there
-are stages behind it): below that number a forward is due, and a weight gradient runs if it must make
-room for it. Otherwise input gradients go first, then forwards that fit, then weight gradients. At 1F1B's memory
-that *is* 1F1B; where all workers have the memory of 1F1B's first stage it is a zero-bubble schedule.
+The backward is split in input gradient (on the critical path) and weight gradient (fills bubbles). Each worker
+keeps as many microbatches between forward and input gradient as 1F1B would (one more than there are stages
+behind it). If it has fewer a forward is due; if that does not fit, a weight gradient makes room for it.
+Otherwise input gradients go first, then forwards that fit, then weight gradients. With 1F1B's memory
+that *is* 1F1B; if all workers have the memory of 1F1B's first stage it is a zero-bubble schedule.
 
-It goes by times in round numbers (``rounded``), too, and what it finds is timed by the real ones: a rule that takes
-what is there depends on what ends a microsecond earlier. By measured times alone its orders were 4 % longer in the
-median, and up to 15 % (``tests/benchmarks/policies.py``, ``measured``).
+Orders are found with times in round numbers (``rounded``), too, and then timed with the real ones. A rule that takes
+whatever is ready depends on what ends a microsecond earlier: with measured times alone its orders were 4 % longer in
+the median, and up to 15 % (``tests/benchmarks/policies.py``, ``measured``).
 """
 
 from __future__ import annotations
@@ -41,34 +41,35 @@ _NEAR = 1.002
 """An order this near to a lower bound is taken without trying further rules."""
 
 _TASKS = 8192
-"""Visits times tries, at the most, but for one try: deciding has to be quick. Where many routes share workers one group
-may have thousands.
+"""The largest number of visits times tries, unless there is only one try: deciding has to be quick, and a group may
+have thousands of visits if many routes share workers.
 """
 
 _ALONE, _MANY = (4, 0, 2), (0, 4, 2)
-"""By which times rules are tried, of one route and of several that share workers: all rules by the first, and the best
-of them by the others (parts, as of ``rounded``, or 0 for the real times). Of 1,200 shapes from decisions for jobs of 8
-to 128 workers, of presets and of unit layers, measured and not, that is 0.3 % longer than the shortest of all rules by
-six times in the mean, and 5 % at most. One try alone is 1 % longer, and 6 % to 12 % at most; by the coarsest times it
-is 3 to 7 % longer, and up to 40 % where stages have unlike layers.
+"""The times with which rules are tried, for a single route and for several that share workers. All rules are tried with
+the first, and the best of them with the others (parts, as in ``rounded``; 0: the real times). For 1,200 shapes from
+decisions for jobs of 8 to 128 workers, with layers of presets and unit layers, measured and not, the orders found are
+0.3 % longer in the mean, and 5 % at most, than the shortest of all rules with six kinds of times. With a single kind
+they are 1 % longer, and 6 % to 12 % at most; with the coarsest times 3 to 7 %, and up to 40 % if stages have unlike
+layers.
 """
 
 _CLOSE = 1.05
-"""Orders that take so many times the time that there is are looked at once more: a finer try may be in time."""
+"""An order that is late, but by less than this factor, is tried once more with finer times: that may be in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """The order of one shape."""
+    """The order found for one shape."""
 
     shape: Shape
     done_s: tuple[float, ...]
-    """Per worker, when its last weight gradient ends."""
+    """For each worker, when its last weight gradient ends."""
     queues: tuple[array[int], ...]
-    """Per worker, what it computes: codes as in :mod:`odyssey_megatron.plan.visits`."""
+    """For each worker, its compute instructions in order: codes as in :mod:`odyssey_megatron.plan.visits`."""
 
     def tails(self) -> tuple[Tail, ...]:
-        """Per worker, the weight gradients that it ends with."""
+        """Return, for each worker, the weight gradients that it ends with."""
         visits, found = self.shape.visits(), []
         known = {hop[1:]: hop[1:] for _, hops in self.shape.routes for hop in hops}
         spans = [known[visit[1:]] for visit in visits]
@@ -82,19 +83,20 @@ class Solved:
 
 
 class _Try(NamedTuple):
-    """Tasks, to be put in order by other times."""
+    """Tasks that are to be put in order with other times."""
 
     tasks: Tasks
     by: Tasks
+    """The tasks with these other times."""
     longer: float
-    """How many times as long as it is a task is by those times, at most: so is no order longer, then."""
+    """The largest factor by which the other times make a task longer; no order becomes longer by more."""
     work: Counter[int]
-    """Of each worker, by those times."""
+    """Worker -> the time of all its tasks, by the other times."""
 
 
 class _Found(NamedTuple):
     late: bool
-    """Somebody is done too late."""
+    """Whether some worker is done too late."""
     longest: int
     done: list[int]
     queues: list[list[int]]
@@ -102,13 +104,14 @@ class _Found(NamedTuple):
 
 
 def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = None) -> Solved | None:
-    """The best of a few rules: which microbatches are urgent, and how many forwards are due.
+    """Return the best order of a few rules, which say what microbatches are urgent, and how many are kept in flight.
 
-    ``before_s``: when each worker must be done at the latest. None if no order is found in which all are; mostly that
-    shows early.
-
-    Routes that share workers are tried by number and abreast. With less memory than 1F1B needs its number in
+    Routes that share workers are tried by number and abreast. With less memory than 1F1B needs, its number in
     flight cannot be kept; then a number in proportion, and none (input gradients always first), are tried too.
+
+    Args:
+        before_s: when each worker must be done at the latest. Returns None if no order is found that keeps to it,
+            which mostly shows early.
     """
     numbered, side_by_side, rows = by_number(shape), abreast(shape), rows_of(shape, costs)
     enough = _NEAR * _least(shape, rows)
@@ -127,7 +130,7 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
         if best is None or rule is None or not tries or (not best.late and best.longest <= enough):
             break
         (one, target), again = rule, _try(rule[0].tasks, parts)
-        if again.by is not one.by:  # as they are where costs are equal
+        if again.by is not one.by:  # the times are the same where costs are equal
             tries -= 1
             best = _better(best, again, target, ends)
     if best is None or best.late:
@@ -140,14 +143,17 @@ def best_order(shape: Shape, costs: Costs, before_s: Sequence[float] | None = No
 
 
 def _targets(tasks: Tasks) -> list[list[int]]:
-    """How many microbatches each visit's worker is to have in flight, by each rule; -1: input gradients go first."""
-    # A worker that is visited again soonest gives back what it keeps if deeper forwards go first.
+    """Return each rule's targets: for each visit, how many microbatches its worker keeps in flight.
+
+    With -1 input gradients go first.
+    """
+    # A worker that is visited again frees memory soonest if deeper forwards go first.
     found = [tasks.behind] if tasks.deeper == tasks.behind else [tasks.deeper, tasks.behind]
     return found if tasks.scaled == tasks.behind else [*found, tasks.scaled, [-1] * len(tasks.scaled)]
 
 
 def _try(tasks: Tasks, parts: int) -> _Try:
-    """``parts``: as of ``rounded``; 0: by the real times."""
+    """Return a try of ``tasks`` with times in ``parts`` as in ``rounded``; 0: with the real times."""
     by = rounded(tasks, parts) if parts else tasks
     by = tasks if by == tasks else by
     pairs = {*zip(tasks.ticks, by.ticks, strict=True)}
@@ -160,8 +166,9 @@ def _try(tasks: Tasks, parts: int) -> _Try:
 def _better(
     best: _Found | None, one: _Try, target: list[int], ends: Sequence[float], spare: float = 1.0
 ) -> _Found | None:
-    """``best``, or the order that a rule finds: rather one in time, and of two the shorter one. Given up where somebody
-    cannot be done within ``spare`` times the time that there is.
+    """Return the better one of ``best`` and the order that a rule finds: one in time, else the shorter one.
+
+    The rule is given up once some worker cannot be done within ``spare`` times the time that it has.
     """
     shortest = inf if best is None or best.late else best.longest
     latest = [one.longer * min(shortest - 1, spare * end) - one.work[seat] for seat, end in enumerate(ends)]
@@ -179,7 +186,7 @@ def _better(
 
 
 def _least(shape: Shape, rows: list[list[Row]]) -> int:
-    """No order is shorter than all work of a worker, from when the first activation can reach it."""
+    """Return a lower bound in ticks: all work of a worker, from when the first activation can reach it."""
     head: dict[int, int] = {}
     work = [0] * len(shape.caps)
     for (ids, _), hops in zip(shape.routes, rows, strict=True):
@@ -194,11 +201,10 @@ def _least(shape: Shape, rows: list[list[Row]]) -> int:
 def _list_schedule(
     tasks: Tasks, target: list[int], latest: list[float]
 ) -> tuple[list[int], list[list[int]]] | None:
-    """Runs the clock; returns when each worker is done, and the tasks that it runs.
+    """Schedule by the clock; return when each worker is done, and the tasks that it runs; None if one is late.
 
-    None as soon as some worker cannot be done in time any more: ``latest`` is when each may start at the latest, to be
-    busy from then on (running something moves that on, here).
-    A forward is due while the worker has at most ``target[visit]`` microbatches in flight.
+    A forward is due while its worker has at most ``target[visit]`` microbatches in flight. ``latest`` is when each
+    worker must start at the latest, to be busy from then on; each task that it runs moves this on, in place.
     """
     count, worker, ticks, size, then = len(tasks.visits), tasks.worker, tasks.ticks, tasks.size, tasks.then
     room = tasks.room
@@ -207,7 +213,7 @@ def _list_schedule(
     free, queues = [True] * len(latest), [list[int]() for _ in latest]
     # An event is time << bits | what: the forward or input gradient that is ready, or 2 count + a free worker.
     bits, mask = tasks.bits, (1 << tasks.bits) - 1
-    # At a route's first hop, whose input gradient nobody waits for, the forwards are ready.
+    # Forwards are ready at first at a route's first hop: those visits whose input gradient nobody waits for.
     events = [visit for visit in range(count) if not then[count + visit]]
     while events:
         now = events[0] >> bits
@@ -262,10 +268,10 @@ def _take(ready: list[int], visit: int) -> None:
 
 
 def _admissible(ready: list[int], live: int, room: list[int]) -> int:
-    """The most urgent forward that fits, -1 if none does; the most urgent of all does not.
+    """Return the most urgent forward that fits, -1 if none does. The first of ``ready``, which is a heap, does not.
 
     No deadlock: a forward fits only if one microbatch at each deeper visit to the same worker still does, so the
     deepest forward that is pending anywhere can always run.
     """
-    # Only workers that are visited at several depths get further: their visits differ in room.
+    # One is found only on workers that are visited at several depths: their visits differ in room.
     return min((visit for visit in ready if live <= room[visit]), default=-1)

@@ -1,4 +1,4 @@
-"""Bytes: what a worker keeps for the layers it holds, and what 1F1B would keep in flight."""
+"""Memory: the bytes that a worker keeps for the layers it holds, and those that it may use for activations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from odyssey_megatron.plan.slices import WHOLE, kept_shares
 
 
 def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
-    """Worker -> bytes that stay: weights and gradients of all that it holds, its slices of optimizer state, and
-    messages that are kept.
+    """Return, for each worker, the bytes that stay through a step.
+
+    These are weights and gradients of its layers, its slices of optimizer state, and messages that are kept.
     """
     total = dict.fromkeys(layout.workers, 0)
     rows = zip(layout.all_holders, layout.states, costs.all_layers, strict=True)
@@ -36,7 +37,7 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
             total[worker] += of_shares[shares]
     for route in layout.routes if costs.keeps_messages else ():
         size = len(route.microbatches) * costs.message_bytes
-        for hop in route.hops:  # of each, an activation and an input gradient
+        for hop in route.hops:  # for each microbatch, an activation and an input gradient
             total[hop.worker] += 2 * size
         total[route.hops[0].worker] -= size
         total[route.hops[-1].worker] -= size
@@ -44,11 +45,11 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
 
 
 def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int, int]:
-    """Worker -> bytes of activations that 1F1B keeps there at its peak, plus ``extra`` microbatches.
+    """Return, for each worker, the bytes of activations that 1F1B keeps at its peak, plus ``extra`` microbatches.
 
-    A stage with k stages behind it keeps ``min(microbatches, k + 1)`` in flight (Chameleon's Eq. 14, arXiv
-    2508.21613, and at most as many as there are). A worker on several routes gets the largest of their needs, not the
-    sum: rerouting does not raise the cap.
+    A stage with k stages behind it keeps ``min(microbatches, k + 1)`` in flight (Chameleon's Eq. 14, arXiv 2508.21613;
+    the minimum is added here). A worker on several routes gets the largest of their needs, not the sum: rerouting does
+    not raise the cap.
     """
     passing: dict[int, int] = {}
     for route in layout.routes:
@@ -63,17 +64,19 @@ def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int,
 
 
 def fullest_bytes(layout: Layout, costs: Costs) -> int:
-    """What the worker that is fullest under 1F1B needs: a budget that all have where memory is not known. It is no less
-    than anybody needs, who may be visited more than once.
+    """Return the bytes that the fullest worker needs under 1F1B, for state and activations.
+
+    It serves as the budget of all workers if memory is not known. No worker needs more, not even one that is visited
+    more than once.
     """
     state, activations = state_bytes(layout, costs), activation_caps(layout, costs)
     return max(state[worker] + activations[worker] for worker in state)
 
 
 def minimum_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
-    """Worker -> bytes of activations below which some order of the routes cannot finish.
+    """Return, for each worker, the least bytes of activations with which every order of the routes can finish.
 
-    One microbatch at each distinct depth that the worker is visited at: while it holds a shallow visit it
+    It is one microbatch at each distinct depth at which the worker is visited: while it holds a shallow visit it
     must still be able to admit the deeper ones that the shallow one waits for.
     """
     needs: dict[int, dict[int, int]] = {worker: {} for worker in layout.workers}
@@ -94,14 +97,14 @@ def activation_caps(
     budget_bytes: int | None = None,
     shares: Mapping[int, Share] | None = None,
 ) -> dict[int, int]:
-    """Worker -> bytes of activations that a schedule may keep there, counted as a whole cell's rank has them.
+    """Return, for each worker, the bytes of activations that a schedule may keep, counted as for a whole cell's rank.
 
     Args:
-        extra: microbatches above 1F1B's in-flight number.
-        budget_bytes: what one worker has for state and activations; then all of it that the state leaves
-            may be used, wherever in the pipeline the worker sits, and ``extra`` does not matter.
-        shares: of workers that are not whole cells: so much of ``budget_bytes`` is what a whole cell's rank would need
-            for what fills one of theirs.
+        extra: number of microbatches above 1F1B's in-flight number.
+        budget_bytes: memory of one worker for state and activations. All of it that the state leaves
+            may be used, wherever in the pipeline the worker is, and ``extra`` does not matter.
+        shares: those of workers that are not whole cells. Their budget is scaled down, since what fills one of their
+            ranks takes less memory on a whole cell's rank.
 
     Raises:
         PlanInfeasible: ``budget_bytes`` is too small for some worker; says what it needs at the least.
@@ -128,10 +131,10 @@ def activation_caps(
 
 
 def caps_for(layout: Layout, costs: Costs, shares: Mapping[int, Share] | None = None) -> dict[int, int]:
-    """Bytes of activations for each worker. Raises PlanInfeasible if the state alone does not fit.
+    """Return the bytes of activations for each worker. Raises PlanInfeasible if it has too little memory.
 
-    GPUs are alike, so where memory is not known each may fill what 1F1B's fullest worker needs; one that is not a whole
-    cell (``shares``) what it needs itself, if there is to be any plan with it.
+    GPUs are alike, so if memory is not known each worker may use as much as 1F1B's fullest worker needs. A worker that
+    is not a whole cell (``shares``) may use what it needs itself, or no plan would have it.
     """
     if costs.memory_bytes is not None:
         return activation_caps(layout, costs, budget_bytes=costs.memory_bytes, shares=shares)
@@ -141,7 +144,7 @@ def caps_for(layout: Layout, costs: Costs, shares: Mapping[int, Share] | None = 
 
 
 def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:
-    """``state``, where of the workers with the same layers each counts as the one who keeps most optimizer state.
+    """Return ``state`` with each worker counted as that one with the same layers which keeps most optimizer state.
 
     So pipelines that are alike have the same caps, and one schedule: a step is as long as the longest of them anyway.
     """
@@ -160,7 +163,7 @@ def _alike(layout: Layout, state: Mapping[int, int]) -> Mapping[int, int]:
 def per_rank(
     peak_bytes: tuple[tuple[int, int], ...], shares: Mapping[int, Share], layout: Layout, costs: Costs
 ) -> tuple[tuple[int, int], ...]:
-    """Of each worker, as its own ranks have it: schedules count as if all were whole cells."""
+    """Return the peak bytes of each worker's own ranks, from ``peak_bytes`` as if all workers were whole cells."""
     if not shares:
         return peak_bytes
     state = state_bytes(layout, costs)
@@ -172,5 +175,5 @@ def per_rank(
 
 
 def _kept(state: Mapping[int, int], shares: Mapping[int, Share]) -> dict[int, int]:
-    """Of the bytes that stay on each worker, what counts beside activations in its share of a whole cell's memory."""
+    """Return the bytes of state that count, beside activations, against each worker's scaled budget."""
     return {worker: ceil(size * shares.get(worker, WHOLE_CELL).state) for worker, size in state.items()}

@@ -1,4 +1,4 @@
-"""The passes that lower a compute order to what the interpreter runs."""
+"""The pass that inserts sends and receives into the workers' compute orders."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ from odyssey_megatron.plan.visits import (
 
 
 def with_messages(programs: Codes, visits: Visits) -> Codes:
-    """Inserts sends right behind their producer, and receives one compute instruction before their consumer or earlier.
+    """Return ``programs`` with sends right after their producers, and receives before their consumers.
 
-    A channel (sender, receiver) is FIFO, as NCCL's are, so that what is needed late may have to be received early. And
-    there is one order of all that happens (:func:`_turns`), which every program keeps to: a receive stands behind
-    what happens before the message ahead of it is through, and before what happens after its own is. So whatever has
-    its turn waits for nothing that comes later, and nobody waits for ever, not even where a device does not begin
-    anything before all that it was given earlier has begun (``plan/queue.py``).
+    At least one compute instruction stands between a receive and its consumer, if there is one. A channel (sender,
+    receiver) is FIFO, as NCCL's are, so a message that is needed late may have to be received early.
 
-    What has begun and waits keeps a place on its device. Two of them are enough: messages stand in the order in which
-    they are through, but for the receives of one channel ahead of the next consumer. So of all messages that are not
-    through, both ends of the first find at most one other in their places.
+    There is one order of all computations and messages (:func:`_turns`), to which every program keeps: a receive stands
+    after what happens before the previous message of its channel is through, and before what happens after its own is
+    through. So whatever has its turn waits for nothing that comes later, and nobody waits for ever, not even on a
+    device that begins an operation only when all operations given to it before have begun (``plan/queue.py``).
+
+    An operation that has begun and waits occupies a place on its device. Two places are enough: messages stand in the
+    order in which they are through, except for receives of one channel that are posted ahead of the next consumer. So
+    both ends of the first message that is not through find at most one other message in their places.
     """
     return with_turns(programs, visits)[0]
 
 
 def with_turns(programs: Codes, visits: Visits) -> tuple[Codes, list[int]]:
-    """:func:`with_messages`, and the turn of each compute instruction in the one order of all, by its code."""
+    """Return :func:`with_messages`, and the turn of each compute instruction in the one order of all, by its code."""
     turns, sent = _turns(programs, visits)
     of = {worker: [turns[code] for code in program] for worker, program in programs.items()}
     place = [-1] * visits.reductions
@@ -67,7 +69,7 @@ def with_turns(programs: Codes, visits: Visits) -> tuple[Codes, list[int]]:
 
 
 def _consumer(receive: int, place: list[int]) -> int:
-    """The compute instruction that waits for it."""
+    """Return the compute instruction that waits for ``receive``."""
     visit = receive & ~7
     if receive & 7 == RECV_FORWARD:
         return visit + FORWARD
@@ -77,8 +79,10 @@ def _consumer(receive: int, place: list[int]) -> int:
 def _merged(
     program: list[int], posts: list[tuple[int, int, int]], turns: list[int], visits: Visits
 ) -> list[int]:
-    """``program`` with its sends, and each of ``posts`` (place, turn, receive) before what stands there, and
-    before what is sent of the instruction ahead of it if that is through later.
+    """Return ``program`` with its sends and receives.
+
+    Each of ``posts`` is (place, turn, receive): the receive goes before the instruction at that place, and also before
+    the send of the previous instruction's result if that message is through later.
     """
     out, at, posts = list[int](), 0, [*posts, (len(program) + 1, 0, 0)]
     before, behind = visits.before, visits.behind
@@ -100,23 +104,23 @@ def _merged(
 
 
 def _turns(programs: Codes, visits: Visits) -> tuple[list[int], dict[tuple[int, int], list[int]]]:
-    """One order of all compute instructions, as they would begin if a layer took a second for everybody.
+    """Find one order of all compute instructions: that in which they would begin if each layer took a second.
 
     Returns:
-        By code the turn of each of them, and of each receive that before which its message is through: of the
-        instruction that needs it, or of the sender's next one; and of each channel its receives, in the order of their
-        sends.
+        A list by code: the turn of each compute instruction; and for each receive the turn before which its message is
+        through, that of the instruction that needs it or of the sender's next one, whichever is first. And for each
+        channel its receives, in the order of their sends.
     """
     turn, turns, given = (
         0,
         [-1] * (visits.reductions + 1),
         dict[int, int](),
-    )  # behind them that of nothing, -1
+    )  # the last entry is for the code -1: nothing
     sent: dict[tuple[int, int], list[int]] = {}
     arrival: dict[int, int] = {-1: 0}
     asleep: dict[int, tuple[int, int, int]] = {}
     left = {worker: iter(program) for worker, program in programs.items()}
-    # Of those that begin at once first which is earlier on its path: whatever workers and microbatches are called.
+    # Of instructions that begin at the same time the one on lower layers is first, whatever its worker's number.
     ready = [
         (0, visits.first[code >> 3], worker, code) for worker in programs for code in islice(left[worker], 1)
     ]
@@ -151,7 +155,7 @@ def _turns(programs: Codes, visits: Visits) -> tuple[list[int], dict[tuple[int, 
 
 
 def _output(code: int, visits: Visits) -> tuple[int, int]:
-    """Who gets its result, and by which receive; -1 if nobody."""
+    """Return the worker that gets an instruction's result (-1: nobody), and the receive by which it does."""
     visit, kind = code >> 3, code & 7
     if kind == FORWARD:
         return visits.behind[visit], (visit + 1) * 8 + RECV_FORWARD
@@ -159,7 +163,7 @@ def _output(code: int, visits: Visits) -> tuple[int, int]:
 
 
 def _input(code: int, visits: Visits) -> int:
-    """The receive that a compute instruction waits for; -1 if none."""
+    """Return the receive that a compute instruction waits for; -1 if none."""
     kind = code & 7
     if kind == FORWARD:
         return code - FORWARD + RECV_FORWARD if visits.before[code >> 3] >= 0 else -1

@@ -1,4 +1,4 @@
-"""From routes to the compute order of every worker, group by group of routes that share workers."""
+"""From routes to the compute order of every worker, one group of routes that share workers after the other."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from odyssey_megatron.plan.visits import OPS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Routes that share no worker with any other: the order of their shape, on these workers."""
+    """A group of routes that share no worker with others, with the order found for its shape."""
 
     workers: tuple[int, ...]
     microbatches: tuple[int, ...]
     solved: Solved
-    """Counts workers and microbatches by their place in the two tuples."""
+    """The order of its shape, in which workers and microbatches are indices into the two tuples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class Order:
 
     groups: tuple[Group, ...]
     done_s: dict[int, float]
-    """Worker -> when its last weight gradient ends; ascending by worker, also those without a route."""
+    """Worker -> when its last weight gradient ends; ascending by worker, and including workers without a route."""
 
     def tails(self) -> dict[int, Tail]:
-        """Worker -> the weight gradients that it ends with. Of workers in equal places it is one object."""
+        """Return, for each worker, the weight gradients that it ends with; one object for workers in equal places."""
         found = dict.fromkeys(self.done_s, NO_TAIL)
         of_kind: dict[int, tuple[Tail, ...]] = {}
         for group in self.groups:
@@ -50,7 +50,7 @@ class Order:
         return found
 
     def schedule(self) -> Schedule:
-        """Compute instructions only."""
+        """Return the schedule of compute instructions, without messages and sums."""
         programs: dict[int, Program] = dict.fromkeys(self.done_s, ())
         for group in self.groups:
             visits = [(group.microbatches[m], first, last) for m, first, last in group.solved.shape.visits()]
@@ -69,15 +69,15 @@ def order_routes(
     thorough: bool = False,
     tries: int | None = None,
 ) -> Order:
-    """Schedules each group of routes; equal groups only once.
+    """Find the order of each group of routes; equal groups are scheduled only once.
 
     Args:
-        in_flight_cap: worker -> bytes of activations it may keep; None = what 1F1B keeps at its place.
-        speeds: worker -> relative speed; 1.0 where missing.
-        before_s: worker -> when it must be done at the latest; None = whenever it can be.
-        thorough: works out what others may look up, also where this one could give up early; there is time.
-        tries: to improve it (``plan/polish.py``), for whoever looks it up from then on; 0: only to compare layouts with
-            others, and nothing is kept.
+        in_flight_cap: worker -> bytes of activations that it may keep; None: what 1F1B keeps at its place.
+        speeds: worker -> relative speed; 1.0 if missing.
+        before_s: worker -> when it must be done at the latest; None: no limit.
+        thorough: there is time, so find orders for later look-ups even where this call could give up early.
+        tries: number of attempts to improve an order (``plan/polish.py``), also for later look-ups. None: no attempts;
+            0: the order only serves to compare layouts, and nothing is kept.
 
     Raises:
         LayoutInvalid: two hops in a row on one worker (they must be one hop).
@@ -115,12 +115,13 @@ def order_routes(
 def solve(
     shape: Shape, costs: Costs, before_s: list[float] | None, thorough: bool, tries: int = 0
 ) -> Solved | None:
-    """As ``best_order``, looked up where that is known.
+    """Return :func:`best_order`, looked up if it is known.
 
-    An order that is best without a limit, and within it, is what ``best_order`` finds with the limit, too, but for a
-    few where workers have limits of their own: which rules it goes into by finer times depends on what is in time.
+    If the best order without a limit is within ``before_s``, it is also what ``best_order`` finds with that limit.
+    There are few exceptions, where workers have limits of their own: which rules are tried by finer times depends on
+    what is in time.
     """
-    orders = known(costs.of_orders).orders  # those that matter are in the shape
+    orders = known(costs.of_orders).orders  # slow links that matter are in the shape
     best = orders.get(shape)
     if best is None and (thorough or before_s is None):
         best = best_order(shape, costs)
@@ -135,7 +136,7 @@ def solve(
 
 
 def size_bytes(solved: Solved) -> int:
-    """Of what is kept of it."""
+    """Return the bytes that an order takes in memory."""
     return sum(len(queue) * queue.itemsize for queue in solved.queues)
 
 
@@ -148,7 +149,7 @@ def _in_time(solved: Solved, before_s: list[float]) -> bool:
 
 
 def independent(routes: tuple[Route, ...]) -> list[list[Route]]:
-    """The routes in groups that share no worker, each ascending by microbatches."""
+    """Return the routes in groups that share no worker with each other, each ascending by microbatches."""
     parent: dict[int, int] = {}
 
     def root(worker: int) -> int:
@@ -166,15 +167,17 @@ def independent(routes: tuple[Route, ...]) -> list[list[Route]]:
 
 
 def _looks(route: Route, caps: Mapping[int, int], speeds: Mapping[int, float]) -> tuple[object, ...]:
-    """What there is to tell a route by, whichever replica it is. Those that look alike stay in their order."""
+    """Return a key that tells routes apart, but not replicas of a pipeline. Routes that look alike keep their order."""
     hops = tuple((hop.first, hop.last, caps[hop.worker], speeds.get(hop.worker, 1.0)) for hop in route.hops)
     return (-len(route.microbatches), hops)
 
 
 def _by_turn(routes: Sequence[Route]) -> tuple[int, ...]:
-    """Their microbatches, those of each route evenly over the step, and of those that are due at once by their route:
-    the dead pipeline's come behind the others', wherever they were numbered. Which worker of a stage has died makes no
-    difference then, and the order is known.
+    """Return the microbatches of ``routes`` in the order of their turns.
+
+    Those of each route are spread evenly over the step; those with the same turn are in the order of their routes. So
+    the microbatches of a dead pipeline do not stand where their numbers would put them: it makes no difference which
+    worker of a stage has died, and the order can be looked up.
     """
     counts = [len(route.microbatches) for route in routes]
     alike, longest = Counter(counts), max(counts)
@@ -219,9 +222,10 @@ def _shape(
 
 
 def usable_bytes(cap_bytes: int, spans: Iterable[tuple[int, int]], costs: Costs) -> int:
-    """Of what a worker that computes these layers may keep of activations: whole times the greatest common divisor of
-    what it keeps and lets go of. The rest is of no use, so layouts that differ by a slice of optimizer state have one
-    order.
+    """Return ``cap_bytes`` rounded down to what a worker that computes ``spans`` can use for activations.
+
+    That is a multiple of the greatest common divisor of the bytes that it keeps and frees. The rest is of no use; so
+    layouts whose caps differ by a slice of optimizer state share one order.
     """
     early_bytes, kept_bytes, each = costs.spans.early_bytes, costs.spans.activation_bytes, 0
     for first, last in spans:
@@ -230,7 +234,7 @@ def usable_bytes(cap_bytes: int, spans: Iterable[tuple[int, int]], costs: Costs)
 
 
 def _links(route: Route) -> Iterator[tuple[int, int]]:
-    """(sender, receiver) of its messages."""
+    """Yield (sender, receiver) of the messages of ``route``."""
     for one, other in pairwise(route.hops):
         yield one.worker, other.worker
         yield other.worker, one.worker

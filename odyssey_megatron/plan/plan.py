@@ -1,4 +1,4 @@
-"""A plan: layout + schedule + the transfers that lead there, with what is expected of it."""
+"""A plan: a layout, its schedule, and the transfers that lead there, with the times and memory expected of them."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from odyssey_megatron.plan.slices import EVERYTHING, Span
 
 
 class Transfer(NamedTuple):
-    """``source`` sends the state (weights, optimizer) of ``layer`` to ``target``."""
+    """Worker ``source`` sends state (weights and optimizer) of ``layer`` to worker ``target``."""
 
     layer: int
     source: int
     target: int
     span: Span = EVERYTHING
-    """What of it."""
+    """The part of the layer's state that is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What all survivors carry out. Equal plans have equal hashes."""
+    """What all members of a generation carry out. Equal plans have equal hashes."""
 
     policy: str
-    """Its name (``policy/``), or ``initial``."""
+    """The name of the policy that made it (``policy/``), or ``initial``."""
     layout: Layout
     programs: Programs
     transfers: tuple[Transfer, ...]
-    """In order; the i-th transfers of all pairs may run at the same time."""
+    """The transfers in order; the i-th transfers of all pairs of workers may run at the same time."""
     step_s: float
     """Simulated time of one step."""
     bound_s: float
-    """No schedule of this layout can be faster."""
+    """A lower bound on the time of one step, for any schedule of this layout."""
     transition_s: float
     peak_bytes: tuple[tuple[int, int], ...]
     """(worker, bytes) at the simulated peak."""
     ahead: str = ""
-    """How many forwards are run ahead, and what keeps the others from it; "" where that is not asked for."""
+    """For people: the number of eager forwards, and why there are no more; "" if none are asked for."""
 
     @property
     def schedule_text(self) -> str:
@@ -53,9 +53,9 @@ class Plan:
         return schedule_from_text(self.schedule_text)
 
     def program(self, worker: int) -> Program:
-        """Of ``worker`` alone. Empty if it has none."""
+        """Return the program of ``worker``, which is empty if it has none."""
         return schedule_from_text(f"{worker}:{self.programs.of(worker)}").program(worker)
 
     def hash(self) -> str:
-        """Twelve hex digits of SHA-256 over the canonical JSON: what survivors compare before acting."""
+        """Return twelve hex digits of SHA-256 over the canonical JSON, which ranks compare before they act."""
         return hashlib.sha256(to_json(self).encode()).hexdigest()[:12]

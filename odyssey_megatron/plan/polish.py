@@ -1,8 +1,8 @@
-"""Local improvement of what list scheduling has found, for groups with few visits.
+"""Local improvement of orders from list scheduling, for groups with few visits.
 
-Where workers have little memory, which weight gradient makes room for which forward decides how long a step takes, and
-no rule of the list schedule is right everywhere. With few visits there is time to try: some tasks of a worker run
-earlier or later, and what is no longer is kept.
+If workers have little memory, a step's time depends on which weight gradient makes room for which forward, and no rule
+of the list schedule is right everywhere. With few visits there is time to try: some tasks of a worker are moved to
+run earlier or later, and the change is kept if the order does not become longer.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from odyssey_megatron.plan.list_schedule import Solved
 from odyssey_megatron.plan.tasks import TICKS_PER_S, Tasks, finished, numbered_tasks
 
 _AT_ONCE = (1, 1, 1, 2, 3)
-"""Tasks that change their place together."""
+"""The numbers of neighbouring tasks that are moved together, from which one is drawn."""
 
 _FAR = 1 / 3
-"""Of a worker's tasks, how many a move goes past at most."""
+"""The largest share of a worker's tasks that a move goes past."""
 
 
 def polished(solved: Solved, costs: Costs, tries: int, seed: int = 0) -> Solved:
-    """No longer than ``solved``; the same arguments give the same order.
+    """Return an order that is shorter than ``solved``, or ``solved`` itself. Deterministic.
 
-    ``tries``: each takes a third of a microsecond for each task.
+    ``tries`` is the number of moves to try; each takes a third of a microsecond for each task.
     """
     tasks, caps, rng = numbered_tasks(solved.shape, costs), solved.shape.caps, Random(seed)
     count = len(tasks.visits)
@@ -42,7 +42,7 @@ def polished(solved: Solved, costs: Costs, tries: int, seed: int = 0) -> Solved:
             best[seat] = before
         else:
             done = ends
-    if max(done) >= first:  # of orders that are as long, the list schedule's
+    if max(done) >= first:  # if it is no shorter, keep the list schedule's
         return solved
     return Solved(
         shape=solved.shape,
@@ -52,7 +52,7 @@ def polished(solved: Solved, costs: Costs, tries: int, seed: int = 0) -> Solved:
 
 
 def _moved(queue: list[int], rng: Random) -> list[int] | None:
-    """``queue`` with some neighbours elsewhere; None if that changes nothing."""
+    """Return ``queue`` with some neighbouring tasks moved; None if that changes nothing."""
     if len(queue) < 2:
         return None
     first, count = rng.randrange(len(queue)), rng.choice(_AT_ONCE)
@@ -64,7 +64,7 @@ def _moved(queue: list[int], rng: Random) -> list[int] | None:
 
 
 def _fits(queue: list[int], tasks: Tasks, cap: int) -> bool:
-    """Whether each visit's tasks come in their order, within ``cap``."""
+    """Whether each visit's tasks are in order in ``queue``, and activations stay within ``cap`` bytes."""
     live, done, count = 0, set[int](), len(tasks.visits)
     for task in queue:
         if task >= count and task - count not in done:

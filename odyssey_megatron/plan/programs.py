@@ -1,4 +1,4 @@
-"""The programs of all workers, those of equal pipelines written once."""
+"""The programs of all workers, in which those of equal pipelines are written only once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from odyssey_megatron.errors import ScheduleInvalid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """For each worker a template and the numbers that it is filled with."""
+    """The programs of all workers: for each a template, and the numbers that fill it."""
 
     templates: tuple[str, ...]
     """Programs in the text form of ``plan/schedule.py``; ``{i}`` is the i-th number of a worker's group."""
     groups: tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]
-    """Of each group of workers: its numbers (microbatches, workers), and (worker, template) of each."""
+    """For each group of workers: its numbers (microbatches, then workers), and pairs (worker, its template)."""
 
     @classmethod
     def from_text(cls, text: str) -> Programs:
-        """Of a whole schedule's text form."""
+        """Return the programs of a whole schedule in its text form."""
         parted = [line.partition(":") for line in text.splitlines()]
         seats = tuple((int(worker), at) for at, (worker, _, _) in enumerate(parted))
         return cls(templates=tuple(program.strip() for _, _, program in parted), groups=(((), seats),))
 
     def of(self, worker: int) -> str:
-        """The program of ``worker``; empty if it has none.
+        """Return the program of ``worker`` as text; empty if it has none.
 
         Raises:
-            ScheduleInvalid: a template, or a number that one wants, is not there.
+            ScheduleInvalid: its template, or a number that this needs, is missing.
         """
         for numbers, seats in self.groups:
             for one, template in seats:
@@ -39,7 +39,7 @@ class Programs:
         return ""
 
     def text(self) -> str:
-        """As ``Schedule.to_text()``, ascending by worker. Raises as :meth:`of`."""
+        """Return all programs in the form of ``Schedule.to_text()``, ascending by worker. Raises as :meth:`of`."""
         lines, parted = [], cache(self._parted)
         for numbers, seats in self.groups:
             names = list(map(str, numbers))
@@ -47,7 +47,7 @@ class Programs:
         return "\n".join(f"{worker}: {program}" for worker, program in sorted(lines))
 
     def _parted(self, template: int) -> tuple[list[str], list[int]]:
-        """Its texts, with the name of a place between any two, and these places."""
+        """Return a template's pieces of text, alternating with the names of its places; and the places as numbers."""
         if not 0 <= template < len(self.templates):
             raise ScheduleInvalid(f"template {template} of {len(self.templates)} is not there")
         pieces = _PLACE.split(self.templates[template])
@@ -56,7 +56,7 @@ class Programs:
     def _filled(
         self, parted: Callable[[int], tuple[list[str], list[int]]], template: int, numbers: Sequence[str]
     ) -> str:
-        # Not by str.format, which would do more than it is asked for with a text that came over the network.
+        # Not by str.format, which could do more than filling with a text that came over the network.
         pieces, places = parted(template)
         filled = pieces.copy()
         try:

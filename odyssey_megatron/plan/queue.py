@@ -1,14 +1,14 @@
-"""Whether nobody waits for ever where a device has one queue for all that it is given.
+"""Check that nobody waits for ever, even if a device has a single queue for all operations that it is given.
 
-What is given to a GPU goes through hardware queues, with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` through one: then nothing
-begins before all has begun that was given before it, whatever it has to do with it. What has begun waits without
-holding up others: a message for its other end, a sum for all who take part. But the operations of one communicator
-come one after the other, so a second message holds up all that is behind it until the first one is through.
+Operations reach a GPU through hardware queues; with ``CUDA_DEVICE_MAX_CONNECTIONS=1`` there is one. Then an operation
+begins only when all that were given before it have begun, even unrelated ones. An operation that has begun waits
+without holding up others: a message for its other end, a sum for all who take part. But the operations of one
+communicator run one after the other, so a second message holds up all that is behind it until the first one is through.
 
-That all that has begun has room on its device is taken for granted here. It needs room for two, as ``plan/messages.py``
-orders what is sent and received.
+It is taken for granted here that all operations that have begun find room on their device. They need room for two, as
+``plan/messages.py`` orders sends and receives.
 
-That is the worst case. With more queues, or where sends are buffered, as gloo's are, there is less to wait for.
+This is the worst case. With more queues, or if sends are buffered, as gloo's are, there is less to wait for.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Channel = tuple[int, int]
 
 
 def check_queue(visits: Visits, programs: Codes, begun: Mapping[int, int] | None = None) -> None:
-    """All of ``programs`` come to their ends so, whatever takes how long.
+    """Check that all of ``programs`` come to their ends with one queue per device, however long instructions take.
 
     Args:
-        begun: worker -> how many of its instructions are known to begin, with all that they wait for.
+        begun: worker -> the number of its instructions that are already known to begin.
 
     Raises:
-        ScheduleInvalid: they do not; names a worker and where it stands.
+        ScheduleInvalid: they do not; it names a worker and where it stands.
     """
     _Queues(visits, programs, begun or dict.fromkeys(programs, 0)).run()
 
@@ -49,11 +49,11 @@ class _Queues:
         self.position = dict(begun)
         self.sends: dict[Channel, int] = {}
         self.receives: dict[Channel, int] = {}
-        """How many have begun."""
+        """Number of messages of each channel whose send, or whose receive, has begun."""
         self.sent: set[int] = set()
-        """Receives whose message's other end has begun."""
+        """Receives for whose messages the send has begun."""
         self.asleep: dict[Channel, list[int]] = {}
-        """Workers that wait for a channel to come further."""
+        """Channel -> workers that wait for its next message."""
         self.gathering: dict[int, list[int]] = {}
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class _Queues:
                 )
 
     def _advance(self, worker: int) -> list[int]:
-        """Begins what can begin; returns whom that has woken."""
+        """Begin what can begin on ``worker``; return the workers that this has woken."""
         program, visits, woken = self.programs[worker], self.visits, list[int]()
         at = self.position[worker]
         while at < len(program):
@@ -109,7 +109,7 @@ class _Queues:
         return woken
 
     def _waits_for(self, worker: int, code: int, kind: int) -> Channel | None:
-        """The channel of what a compute instruction needs, if that is not through."""
+        """Return the channel of the message that a compute instruction waits for; None if it need not wait."""
         visits, visit = self.visits, code >> 3
         needed = code + NEEDS[kind]
         if needed == code or needed in self.sent:
@@ -118,7 +118,10 @@ class _Queues:
         return (peer, worker) if peer >= 0 else None
 
     def _gather(self, worker: int, code: int) -> list[int]:
-        """``worker`` has come to a collective, for which, at the worst, all that is behind it waits."""
+        """Let ``worker`` come to a collective; return its members once all have come.
+
+        At the worst, all that is behind the collective waits for it.
+        """
         step = code == self.visits.step
         members = len(self.programs if step else self.visits.buckets[code - self.visits.reductions].holders)
         here = self.gathering.setdefault(code, [])

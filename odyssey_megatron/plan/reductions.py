@@ -1,12 +1,12 @@
-"""When gradients are summed over the holders of their layers: in buckets, beside the weight gradients that are left.
+"""When gradients are summed over the holders of their layers: in buckets, beside the last weight gradients.
 
-The last of a worker's program are weight gradients, which nobody else waits for. They run bucket by bucket, and each
-bucket's sum starts behind the last of its own. So behind a worker's first sum it neither sends nor needs anything but
-other sums, and whoever waits for a sum waits for what stands before it in some program: what was free of deadlocks
+A worker's program ends with weight gradients, which nobody else waits for. They run bucket by bucket, and the sum of a
+bucket starts when its last weight gradient is done. So after its first sum a worker sends and needs nothing but sums,
+and whoever waits for a sum waits for what stands before it in some program: a schedule that was free of deadlocks
 remains so.
 
-Where the last input gradient before them is that of a first stage, nobody waits for it either. What stands behind it
-then begins within it, as soon as it has passed the layers of a bucket and one more (:class:`Tail`).
+If the last input gradient before them is that of a first stage, nobody waits for it either. Then what follows begins
+while it runs, as soon as it has passed the layers of a bucket and one more (:class:`Tail`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from odyssey_megatron.plan.schedule import Op, Program
 from odyssey_megatron.plan.visits import INPUT_GRAD, WEIGHT_GRAD, Codes, Visits
 
 BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_HOLDER = 40_000_000, 1_000_000
-"""The least that is summed at once, the larger of the two: less would wait for latency. Source: megatron core_v0.16.1
-core/distributed/distributed_data_parallel.py, default of ``bucket_size``.
+"""The least number of parameters that are summed at once is the larger of the two; the time of fewer would be mostly
+latency. Source: megatron core_v0.16.1 core/distributed/distributed_data_parallel.py, default of ``bucket_size``.
 """
 
 _GRADIENT_BYTES = 4
-"""Of a parameter, in float32."""
+"""Bytes of a parameter's gradient, in float32."""
 
 
 def buckets(layout: Layout, costs: Costs, alike: Mapping[int, int] | None = None) -> tuple[Block, ...]:
-    """The blocks of ``layout``, cut such that each bucket has ``costs.bucket_bytes`` of gradients, or a layer more. The
-    lowest layers of a block, which are done last, are what is left. ``alike``: see :func:`holders_of`.
+    """Return the blocks of ``layout`` cut into buckets, each of at least :func:`bucket_bytes` of gradients.
+
+    A bucket has no more layers than needed for that. The lowest one of a block, which is done last, has what is left,
+    and may have fewer bytes. ``alike``: see :func:`holders_of`.
     """
     return tuple(
         Block(first=a, last=b, holders=block.holders)
@@ -43,17 +45,20 @@ def buckets(layout: Layout, costs: Costs, alike: Mapping[int, int] | None = None
 
 
 def holders_of(block: Block, alike: Mapping[int, int] | None = None) -> int:
-    """How many hold it. ``alike``: worker -> how many it stands for, itself among them; by default itself alone."""
+    """Return the number of holders of ``block``.
+
+    ``alike`` maps each worker to the number of workers that it stands for, including itself; 1 by default.
+    """
     return sum(alike[worker] for worker in block.holders) if alike else len(block.holders)
 
 
 def cut(first: int, last: int, holders: int, costs: Costs) -> list[tuple[int, int]]:
-    """The buckets of layers that so many hold."""
+    """Return the buckets of layers ``[first, last)``, which ``holders`` workers hold."""
     return cut_in(first, last, bucket_bytes(costs, holders), costs)
 
 
 def cut_in(first: int, last: int, least: int, costs: Costs) -> list[tuple[int, int]]:
-    """The buckets of layers that have at least so many bytes."""
+    """Return the buckets of layers ``[first, last)``: all but the lowest have at least ``least`` bytes."""
     ends = [last]
     for layer in range(last - 1, first, -1):
         if costs.spans.gradient_bytes(layer, ends[-1]) >= least:
@@ -62,14 +67,14 @@ def cut_in(first: int, last: int, least: int, costs: Costs) -> list[tuple[int, i
 
 
 def bucket_bytes(costs: Costs, holders: int) -> int:
-    """The least that so many holders sum at once."""
+    """Return the least number of bytes of gradients that ``holders`` workers sum at once."""
     if costs.bucket_bytes is not None:
         return max(1, costs.bucket_bytes)
     return _GRADIENT_BYTES * max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_HOLDER * holders)
 
 
 def buckets_of(programs: Iterable[Program], layout: Layout) -> tuple[Block, ...]:
-    """The blocks of ``layout`` as ``programs`` sum them."""
+    """Return the blocks of ``layout`` cut into the buckets that ``programs`` sum."""
     cuts = {
         edge
         for program in programs
@@ -86,13 +91,13 @@ def buckets_of(programs: Iterable[Program], layout: Layout) -> tuple[Block, ...]
 
 
 def reduction_order(blocks: Sequence[Block], *, behind: int) -> tuple[Block, ...]:
-    """``blocks`` in the order in which everybody sums them.
+    """Return ``blocks`` in the order in which all workers sum them.
 
     In ragged layouts neighbouring blocks share workers, so going through them in layer order would make one
     chain of them all. Blocks without a common holder get one colour and are summed at the same time, colour after
     colour. Source: Chameleon's colouring of the conflict graph (arXiv 2508.21613); a worker's layers are
-    mostly one span, and on such interval graphs the greedy colouring in layer order is optimal. Last comes what is
-    ``behind`` all layers that routes go through: the tied weight is done with embedding and head.
+    mostly one span, and on such interval graphs the greedy colouring in layer order is optimal. The tied
+    weight, the layer ``behind`` all that routes go through, is coloured last: it is done with embedding and head.
     """
     used: dict[int, set[int]] = {}
     colours: list[tuple[int, Block]] = []
@@ -106,10 +111,10 @@ def reduction_order(blocks: Sequence[Block], *, behind: int) -> tuple[Block, ...
 
 
 def with_reductions(programs: Codes, visits: Visits) -> Codes:
-    """Appends each bucket's sum to the programs of its holders, behind its last weight gradient there; then ``STEP``.
+    """Return ``programs`` with the sum of each bucket after its last weight gradient, and ``STEP`` at the end.
 
-    Also for holders without a microbatch (their gradient is zero) and for single holders. Everybody keeps
-    to one order of all buckets.
+    Holders without a microbatch (their gradient is zero) and single holders sum, too. All workers keep to one order of
+    all buckets.
     """
     order = reduction_order(visits.buckets, behind=visits.layout.num_layers)
     sums: dict[int, list[int]] = {worker: [] for worker in visits.layout.workers}
@@ -133,22 +138,22 @@ def _with_sums(program: list[int], own: Iterable[int], visits: Visits) -> list[i
 
 @dataclass(frozen=True)
 class Tail:
-    """The weight gradients that a worker ends with."""
+    """The weight gradients that a worker's program ends with."""
 
     spans: tuple[tuple[int, int], ...]
-    """``[first, last)`` of each."""
+    """Layers ``[first, last)`` of each."""
     speed: float
     lead: tuple[int, int] | None = None
-    """The layers of the input gradient before them, if nobody waits for that."""
+    """Layers of the input gradient before them, if nobody waits for that; else None."""
 
     def left_s(self, costs: Costs, first: int) -> float:
-        """How long the input gradient before them still takes when those from layer ``first`` on can run."""
+        """Return how long the input gradient before them still takes when those from layer ``first`` on can run."""
         if self.lead is None or first >= len(costs.layers):  # the tied weight's is done with the embedding's
             return 0.0
         return costs.spans.input_grad_s(self.lead[0], until_passed(self.lead, first)) / self.speed
 
     def within_s(self, costs: Costs, first: int, last: int) -> float:
-        """How long their parts in these layers take."""
+        """Return the time of their parts in layers ``[first, last)``."""
         seconds, weight_grad_s = 0.0, costs.spans.weight_grad_s
         for (start, stop), times in self._counted:
             low, high = max(start, first), min(stop, last)
@@ -158,7 +163,7 @@ class Tail:
 
     @cached_property
     def _counted(self) -> tuple[tuple[tuple[int, int], int], ...]:
-        """Each span, and how often it is there: dozens of microbatches have one or two between them."""
+        """Each span with the number of times that it occurs: dozens of microbatches have one or two spans."""
         return tuple(Counter(self.spans).items())
 
 
@@ -166,14 +171,16 @@ NO_TAIL = Tail((), 1.0)
 
 
 def until_passed(lead: tuple[int, int], first: int) -> int:
-    """Of an input gradient's layers, down to which one it must have come for those from ``first`` on to be whole: to
-    one below them, as what a layer adds to gradients beside its input gradient may come a little later.
+    """Return the layer down to which an input gradient must have run so that layers from ``first`` on are done with.
+
+    ``lead`` are the layers of the input gradient. It must have passed one layer below ``first``, since what a layer
+    adds to gradients besides its input gradient may come a little later.
     """
     return lead[1] if first >= lead[1] else max(lead[0], first - 1)
 
 
 def tail_length(program: Sequence[int], visits_end: int) -> int:
-    """How many weight gradients it ends with; codes from ``visits_end`` on are no visits'."""
+    """Return the number of weight gradients that ``program`` ends with; codes from ``visits_end`` on are no visits'."""
     at = len(program)
     while at and program[at - 1] < visits_end and program[at - 1] & 7 == WEIGHT_GRAD:
         at -= 1
@@ -181,7 +188,10 @@ def tail_length(program: Sequence[int], visits_end: int) -> int:
 
 
 def lead_of(program: Sequence[int], visits: Visits) -> tuple[int, int] | None:
-    """The layers of the input gradient before the weight gradients and sums at its end, if nobody waits for that."""
+    """Return the layers of the input gradient before the weight gradients and sums at the end of ``program``.
+
+    None: there is none, or somebody waits for it.
+    """
     for code in reversed(program):
         if code < visits.reductions and code & 7 != WEIGHT_GRAD:
             visit, leads = code >> 3, code & 7 == INPUT_GRAD and visits.before[code >> 3] < 0

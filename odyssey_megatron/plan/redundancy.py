@@ -1,4 +1,4 @@
-"""Who holds more than it computes, and who keeps optimizer state: what decides which losses can be survived."""
+"""Shadows, and keepers of optimizer state: they decide which losses a layout survives."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def with_shadows(
     eager: bool = False,
     shares: Mapping[int, Share] | None = None,
 ) -> Layout:
-    """``layout`` with at least ``least`` holders of each layer, as far as there are workers.
+    """Return ``layout`` with at least ``least`` holders of each layer, as far as there are workers.
 
     A shadow, a holder without microbatches, takes part in the layers' gradient reduction and step, so that it can take
-    over with nothing sent. Layers with the same holders get the same shadow. Of those that can be had it is one
+    over with nothing sent. Layers with the same holders get the same shadow. Preferred is a worker
 
-    1. on a node that holds none of them (``nodes``: node of each living worker),
+    1. on a node that holds none of these layers (``nodes``: node of each living worker),
     2. that has their state already (``previous``),
-    3. with ``eager`` the worker before them on a route, which has the input of their forwards; before the first ones
-       the last, which waits longest for its own,
-    4. with the least to hold for its ranks (``shares``: of workers that are not whole cells).
+    3. with ``eager``, that comes before them on a route, since it has the input of their forwards; for the first layers
+       this is the route's last worker, which waits longest for its own,
+    4. that holds least for its ranks (``shares``: of workers that are not whole cells).
     """
     before = _workers_before(layout) if eager else {}
     before_holders = previous.holders if previous is not None else ()
@@ -68,7 +68,7 @@ def with_shadows(
 
 
 def _workers_before(layout: Layout) -> dict[int, set[int]]:
-    """Layer -> the workers that come before its own on a route; before the first ones the route's last."""
+    """Return, for each layer, the workers that come before it on a route; for the first hop the route's last worker."""
     before: dict[int, set[int]] = {layer: set() for layer in range(layout.num_layers)}
     for route in layout.routes:
         for above, hop in zip((route.hops[-1], *route.hops), route.hops, strict=False):
@@ -78,11 +78,11 @@ def _workers_before(layout: Layout) -> dict[int, set[int]]:
 
 
 def filling(current: Layout, target: Layout) -> Layout:
-    """``current``, where the holders of ``target`` hold their layers already, without microbatches.
+    """Return ``current`` with the holders of ``target`` as additional holders, which get no microbatches yet.
 
-    They get the layers' state while a step computes, which does not change it, take part in that step's gradient
-    reduction, and can be routed to from the next one on (two-speed recovery). Where state is cut into
-    slices they get weights alone: those who keep it stay, so that nobody waits for what moves.
+    They get the layers' state while a step computes, which does not change it. They take part in that step's gradient
+    reduction, and can be routed to from the next step on (two-speed recovery). If state is cut into slices they only
+    get weights: the keepers stay the same, so that nobody waits for state to move.
     """
     pairs = list(zip(current.holders, target.holders, strict=True))
     holders = tuple(tuple(sorted({*now, *then})) for now, then in pairs)
@@ -92,10 +92,11 @@ def filling(current: Layout, target: Layout) -> Layout:
 def with_keepers(
     layout: Layout, previous: Layout | None, nodes: Mapping[int, int], copies: int, *, joins: bool = True
 ) -> Layout:
-    """``layout`` with ``copies`` of the optimizer state of each layer, cut over its holders; 0 leaves all of it on all.
+    """Return ``layout`` with the optimizer state of each layer cut over its holders, in ``copies`` copies.
 
-    A layout that has its keepers, as the first one of a job to which it comes back, stays as it is, as long as all of
-    them are there. See :func:`odyssey_megatron.plan.slices.ring_of`; ``nodes``: node of each living worker.
+    With 0 copies every holder keeps all state. A layout that has keepers already, such as a job's first one when it
+    comes back, keeps them as long as all of them are there. See :func:`odyssey_megatron.plan.slices.ring_of`;
+    ``nodes``: node of each living worker.
     """
     if not copies:
         return layout

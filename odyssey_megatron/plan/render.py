@@ -1,4 +1,4 @@
-"""A schedule as a text grid, worker by time: what ``odyssey plan`` prints."""
+"""A schedule as a grid of text, with a line per worker over time, as ``odyssey plan`` prints it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _COLLECTIVE = {Op.REDUCE_GRAD: "=", Op.STEP: "|"}
 
 
 def render(schedule: Schedule, timeline: Timeline, *, width: int = 120) -> str:
-    """One line a worker, ``width`` columns a step; ``F3--`` is the forward of microbatch 3, dots are bubbles.
+    """Return one line per worker, ``width`` columns wide: ``F3--`` is the forward of microbatch 3, dots are bubbles.
 
-    An instruction shorter than a column leaves no mark; one too short for its microbatch shows its letter.
+    An instruction shorter than a column leaves no mark; one too short for its number shows its letter only.
     """
     scale = width / timeline.step_s if timeline.step_s else 0.0
     margin = max((len(str(worker)) for worker, _ in schedule.programs), default=1)

@@ -1,13 +1,13 @@
-"""An interrupted step goes on: what is left of a plan's schedule when survivors keep what they have done.
+"""How an interrupted step goes on: what is left of a plan's schedule when survivors keep what they have done.
 
-How far a worker is with a step is a table, a row for each microbatch with a byte for each layer: the level (nothing, 1
-forward, 2 input gradient, 3 weight gradient), plus :data:`BEGINS` where one of its visits begins. The sum of all
-survivors' tables says the same of all of them, since a microbatch passes a layer on one worker only. The dead one's
-part is nothing again. All here is a function of the new plan and that sum, so every survivor comes to the same result.
+A table says how far a worker is with a step. It has a row for each microbatch, with a byte for each layer: the level
+(0 nothing, 1 forward, 2 input gradient, 3 weight gradient), plus :data:`BEGINS` in the first layer of a visit. The sum
+of all survivors' tables describes all of them, since a microbatch passes a layer on one worker only. The dead worker's
+part is 0 again. All results here follow from the new plan and that sum, so all survivors come to the same ones.
 
-Only the dead worker's own work is done again, and of that not the forwards that others have run ahead
-(``plan/eager.py``): they enter the tables of those to whom the new plan gives them. What a survivor has computed for
-others it has kept, and sends once more where it has not been used; whoever has used something already is not sent it.
+Only the dead worker's own work is done again, except for forwards that others have run ahead (``plan/eager.py``): these
+enter the tables of the workers to which the new plan gives them. A survivor has kept what it has computed for others,
+and sends it once more if it has not been used yet.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, Instr, Op, Program
 from odyssey_megatron.plan.visits import BACKED, FINISHED, FORWARDED
 
 BEGINS = 4
-"""Added to a visit's level in its first layer: where two visits in a row are equally far, it tells them apart."""
+"""Added to a visit's level in its first layer, to tell two adjacent visits apart that are equally far."""
 
 Table = Sequence[Sequence[int]]
-"""[microbatch][layer]: see above."""
+"""How far a step is, as [microbatch][layer]: see the module's docstring."""
 
 Visit = tuple[int, int, int]
 """(microbatch, first layer, last)."""
 
 REACHES = {Op.FORWARD: FORWARDED, Op.INPUT_GRAD: BACKED, Op.WEIGHT_GRAD: FINISHED, Op.BACKWARD: FINISHED}
-"""Instruction -> the level that it brings a visit to."""
+"""Compute instruction -> the level to which it brings a visit."""
 
 
 _BACKWARD = (Op.SEND_BACKWARD, Op.RECV_BACKWARD)
 
 
 def done_visits(row: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first, last, level) of the visits that a row tells of, ascending."""
+    """Return (first layer, last, level) of the visits that have begun by a microbatch's row, ascending."""
     edges = [at for at, code in enumerate(row) if code >= BEGINS or at == 0 or code != row[at - 1] % BEGINS]
     return [
         (first, last, row[first] - BEGINS)
@@ -48,7 +48,8 @@ def done_visits(row: Sequence[int]) -> list[tuple[int, int, int]]:
 def fits(layout: Layout, worker: int, table: Table) -> bool:
     """Whether each visit that ``worker`` has begun lies within one of its hops in ``layout``.
 
-    Otherwise somebody else would do it again, and its weight gradients would count twice.
+    Otherwise another worker would do the visit again, and its weight gradients would count twice. ``table`` is the
+    worker's own.
     """
     hops: dict[int, list[Hop]] = {}
     for route in layout.routes:
@@ -62,9 +63,9 @@ def fits(layout: Layout, worker: int, table: Table) -> bool:
 
 
 def usable(layout: Layout, worker: int, table: Table, ahead: Iterable[Visit]) -> list[Visit]:
-    """Which forwards that ``worker`` has run ahead are its own work under ``layout``.
+    """Return those eager forwards of ``worker`` (``ahead``) that are its own work under ``layout``.
 
-    ``table`` is its own. Where a visit begins or ends in the middle of a block, the step could not go on with it.
+    ``table`` is its own. Visits that begin or end within a block are left out: the step could not go on with them.
     """
     cuts = {block.first for block in layout.blocks()} | {layout.num_layers}
     paths = {m: route.hops for route in layout.routes for m in route.microbatches}
@@ -81,16 +82,16 @@ def usable(layout: Layout, worker: int, table: Table, ahead: Iterable[Visit]) ->
 
 
 def rest(program: Program, table: Table, cuts: Collection[int]) -> Program | None:
-    """What is left of a worker's ``program``, in the same order; None if the step must be done from its start.
+    """Return what is left of a worker's ``program``, in the same order; None if the step must be done from its start.
 
-    Each worker finds its own part, and the parts fit. Nobody waits for ever: what an instruction needs stands before
-    it in the verified schedule, and so before it in what is left, or has been done; and what has been done for another
-    worker is sent and received before anything else, in one order of all such messages. Behind it comes the schedule's.
+    Each worker finds its own part, and the parts fit together. Nobody waits for ever: what an instruction needs stands
+    before it in the verified schedule, so it also does in what is left, or has been done. Messages whose contents have
+    been computed already are sent and received first, in one order of all of them; then those of the schedule follow.
 
     Args:
-        program: of the new plan; every survivor's own table :func:`fits` its layout.
+        program: the worker's program in the new plan, whose layout every survivor's own table :func:`fits`.
         table: the sum of all survivors' tables.
-        cuts: where the new plan's blocks begin.
+        cuts: the first layers of the new plan's blocks.
     """
     messages = [one for one in program if one.op in MESSAGE and not _is_through(one, table, at_receiver=True)]
     made = {one for one in messages if _is_through(one, table, at_receiver=False)}
@@ -114,14 +115,14 @@ def rest(program: Program, table: Table, cuts: Collection[int]) -> Program | Non
 
 
 def _is_through(message: Instr, table: Table, *, at_receiver: bool) -> bool:
-    """Whether the layer that ``message`` comes from has made it; or the one that it goes to has used it."""
+    """Whether the sender has computed ``message``, or, with ``at_receiver``, the receiver has used it."""
     forward = message.op in (Op.SEND_FORWARD, Op.RECV_FORWARD)
     layer = message.first - (forward != at_receiver)
     return table[message.microbatch][layer] % BEGINS >= (FORWARDED if forward else BACKED)
 
 
 def _pieces(instr: Instr, row: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first, last, level): the layers of ``instr``, cut where the visits begin and end that are done already."""
+    """Return the layers of ``instr`` as (first, last, level), cut where earlier visits began and ended."""
     inside = range(instr.first + 1, instr.last)
     edges = [at for at in inside if row[at] >= BEGINS or row[at] != row[at - 1] % BEGINS]
     ends = pairwise([instr.first, *edges, instr.last])
@@ -129,7 +130,7 @@ def _pieces(instr: Instr, row: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _undone(instr: Instr, pieces: Sequence[tuple[int, int, int]]) -> list[Instr]:
-    """``instr`` as one of each of its pieces, of those that are not as far already."""
+    """Return ``instr`` as an instruction for each of its pieces that is not as far yet."""
     found = []
     for first, last, level in pieces if instr.op is Op.FORWARD else reversed(pieces):
         op = Op.WEIGHT_GRAD if instr.op is Op.BACKWARD and level == BACKED else instr.op

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _PAYS = 3
-"""Numbers from which on a run is shorter than they are."""
+"""The least number of numbers that are shorter as a run than one by one."""
 
 
 def to_runs(numbers: Sequence[int]) -> str:
-    """``numbers``, none of them negative, in their order."""
+    """Return the text of ``numbers``, in their order. None of them is negative."""
     parts, at, count = [], 0, len(numbers)
     while at < count:
         first, end = numbers[at], at + 1
@@ -29,7 +29,7 @@ def to_runs(numbers: Sequence[int]) -> str:
 
 
 def from_runs(text: str) -> tuple[int, ...]:
-    """Inverse of :func:`to_runs`. Raises ValueError."""
+    """Return the numbers of which ``text`` is the :func:`to_runs`. Raises ValueError."""
     numbers: list[int] = []
     for part in text.split(",") if text else ():
         first, dash, rest = part.partition("-")

@@ -6,7 +6,8 @@ stage numbers (a span is unambiguous where pipelines are ragged)::
     F3[0:4]          forward of microbatch 3 through layers 0, 1, 2, 3
     I3[0:4]          its input gradient          W3[0:4]  its weight gradient
     B3[0:4]          both at once (fused backward)
-    E3[4:8]          the forward that another worker is routed to do, run ahead by a holder that may have to take over
+    E3[4:8]          eager forward: a holder runs ahead a forward that is routed to another worker, whose place it may
+                     have to take
     SEND_F3[4]>5     the activation that enters layer 4 goes to worker 5
     RECV_F3[4]<2     ... and comes from worker 2
     SEND_B3[4]>2     its gradient goes back      RECV_B3[4]<5
@@ -45,7 +46,7 @@ class Op(enum.Enum):
 
 
 COMPUTE = frozenset({Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD, Op.BACKWARD})
-"""What carries out the routes. An eager forward does not: the step is whole without it."""
+"""The instructions that carry out routes. An eager forward is none of them: a step is complete without it."""
 SEND = frozenset({Op.SEND_FORWARD, Op.SEND_BACKWARD})
 RECV = frozenset({Op.RECV_FORWARD, Op.RECV_BACKWARD})
 MESSAGE = SEND | RECV
@@ -54,8 +55,8 @@ MESSAGE = SEND | RECV
 class Instr(NamedTuple):
     """One instruction of one worker. Fields that the op does not have are -1.
 
-    A message's ``first`` is the boundary: the activation enters layer ``first``, and its gradient leaves
-    it. ``peer`` is the worker at the other end. (A tuple, since deciding makes them by the thousand.)
+    The ``first`` of a message is a boundary between layers: the activation enters layer ``first``, and its gradient
+    leaves it. ``peer`` is the worker at the other end. (A tuple, since deciding makes them by the thousand.)
     """
 
     op: Op
@@ -85,7 +86,7 @@ _TEXT = re.compile(
 
 
 def parse_instr(text: str) -> Instr:
-    """Inverse of ``str(instr)``; the whole of ``text`` must match. Raises ScheduleInvalid."""
+    """Return the instruction of which ``text`` is the text form. Raises ScheduleInvalid if it is none."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ScheduleInvalid(f"not an instruction: {text!r}")
@@ -105,13 +106,13 @@ Program = tuple[Instr, ...]
 
 
 def computed_layers(program: Program) -> set[int]:
-    """The layers that ``program`` runs, also ahead of others."""
+    """Return the layers that ``program`` computes, including those of eager forwards."""
     computing = (one for one in program if one.op in COMPUTE or one.op is Op.EAGER_FORWARD)
     return {layer for one in computing for layer in range(one.first, one.last)}
 
 
 def by_microbatch(instrs: Iterable[Instr]) -> dict[int, list[Instr]]:
-    """``instrs`` of each microbatch, in their order."""
+    """Return ``instrs`` by microbatch, in their order."""
     found: dict[int, list[Instr]] = {}
     for one in instrs:
         found.setdefault(one.microbatch, []).append(one)
@@ -125,19 +126,19 @@ class Schedule:
     programs: tuple[tuple[int, Program], ...]
 
     def program(self, worker: int) -> Program:
-        """The program of ``worker``. Raises KeyError."""
+        """Return the program of ``worker``. Raises KeyError."""
         for one, program in self.programs:
             if one == worker:
                 return program
         raise KeyError(worker)
 
     def to_text(self) -> str:
-        """One line a worker: ``worker: instr instr ...``."""
+        """Return the text form, one line per worker: ``worker: instr instr ...``."""
         return "\n".join(f"{w}: {' '.join(map(str, program))}" for w, program in self.programs)
 
 
 def schedule_from_text(text: str) -> Schedule:
-    """Inverse of :meth:`Schedule.to_text`. Raises ScheduleInvalid."""
+    """Return the schedule of which ``text`` is the :meth:`Schedule.to_text`. Raises ScheduleInvalid."""
     programs = []
     for line in text.splitlines():
         worker, colon, rest = line.partition(":")

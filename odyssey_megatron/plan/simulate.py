@@ -1,4 +1,4 @@
-"""The clock: when each instruction of a schedule runs, and what it keeps in memory."""
+"""The simulator: when each instruction of a schedule runs, and how much memory is in use."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ class Timeline:
     """One simulated step. Times are seconds since its start."""
 
     spans: tuple[tuple[int, tuple[tuple[float, float], ...]], ...]
-    """(worker, ((start, end) of each instruction of its program, ...)), as the schedule's programs."""
+    """(worker, (start, end) of each instruction of its program), in the order of the schedule's programs."""
     step_s: float
     activation_bytes: tuple[tuple[int, int], ...]
-    """(worker, bytes): the most activations that are live at once."""
+    """(worker, the most bytes of activations that are live at once)."""
     peak_bytes: tuple[tuple[int, int], ...]
-    """The same and the state of all that the worker holds."""
+    """(worker, the same plus the bytes of state that it keeps)."""
 
 
 def reduce_s(costs: Costs, first: int, last: int, holders: int, copies: int = 0) -> float:
-    """Ring all-reduce of a block's gradients: 2 (k - 1) / k of its bytes. With ``copies`` of
-    optimizer state, as ``Layout``, on fewer than all: reduce-scatter, the first half of that, and a k-th of the bytes
-    to each other owner of a slice.
+    """Return the time to sum the gradients of layers ``[first, last)`` over k ``holders``.
+
+    A ring all-reduce sends 2 (k - 1) / k of the bytes. If ``copies`` (as in ``Layout``) are fewer than holders, a
+    reduce-scatter sends half of that, and another k-th of the bytes goes to each further owner of a slice.
     """
     if holders < 2:
         return 0.0
@@ -61,19 +62,20 @@ def reduce_s(costs: Costs, first: int, last: int, holders: int, copies: int = 0)
 
 
 def sum_s(costs: Costs, block: Block, copies: int) -> float:
-    """:func:`reduce_s` of a block by its holders, which may be slow at it."""
+    """Return :func:`reduce_s` of a block, longer if sums over its holders are slow."""
     usual_s = reduce_s(costs, block.first, block.last, len(block.holders), copies)
     return usual_s * costs.sum_factor(block.holders) if costs.slow_sums else usual_s
 
 
 def reduce_hops(holders: int, copies: int = 0) -> int:
-    """How often a k-th of the bytes is sent in :func:`reduce_s`."""
+    """Return how many times a k-th of the bytes is sent in :func:`reduce_s`."""
     return holders - 1 + (min(copies, holders) or holders) - 1
 
 
 def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, float]:
-    """Worker -> when it must have computed at the latest, for a step that ends at ``end_s``. Behind that it has to sum
-    at least one bucket: the others may have been summed beside.
+    """Return, for each worker, when it must have computed at the latest for a step that ends at ``end_s``.
+
+    After that it must still sum at least one bucket; the others may have been summed while it computed.
     """
     least_s, cut = dict.fromkeys(layout.workers, math.inf), buckets(layout, costs)
     end_s -= costs.optimizer_s + weights_late_s(layout, cut, costs)
@@ -87,9 +89,11 @@ def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, f
 def step_end_s(
     layout: Layout, costs: Costs, done_s: Mapping[int, float], tails: Mapping[int, Tail] | None = None
 ) -> float:
-    """When the step ends, given when each worker has computed: sums in their order, then ``STEP``.
+    """Return when the step ends, after sums in their order and ``STEP``.
 
-    ``tails``: worker -> the weight gradients at the end of its program, beside which it sums; by default none.
+    Args:
+        done_s: worker -> when it has computed.
+        tails: worker -> the weight gradients at the end of its program, beside which it sums; by default none.
     """
     gathered = buckets(layout, costs) if tails or layout.copies else layout.blocks()
     cut = gathered if tails else layout.blocks()
@@ -97,7 +101,7 @@ def step_end_s(
     starts: list[tuple[Block, float]] = []
     order = reduction_order(cut, behind=layout.num_layers)
     left_s = _left_s(order, costs, tails or {})
-    # Backwards: a worker is through with a bucket when it has what is left of its tail before it.
+    # Backwards: the part of a worker's tail in a bucket is the last that it computes before the bucket's sum.
     for bucket in reversed(order):
         starts.append(
             (bucket, max(ready_s[one] - left_s.get((one, bucket.first), 0.0) for one in bucket.holders))
@@ -117,8 +121,10 @@ def step_end_s(
 
 
 def _left_s(order: Sequence[Block], costs: Costs, tails: Mapping[int, Tail]) -> dict[tuple[int, int], float]:
-    """(worker, first layer of a bucket) -> how much earlier it comes to that than its program says, since the last
-    input gradient runs on beside it (:class:`odyssey_megatron.plan.reductions.Tail`); what is not earlier is left out.
+    """Return how much earlier workers come to a bucket's sum than by their programs.
+
+    The keys are (worker, first layer of the bucket); those that are no earlier are left out. Workers come earlier if
+    their last input gradient runs on meanwhile (:class:`odyssey_megatron.plan.reductions.Tail`).
     """
     least_s = {worker: math.inf for worker, tail in tails.items() if tail.lead is not None}
     known_s, found = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
@@ -138,13 +144,14 @@ def simulate(
     costs: Costs,
     speeds: Mapping[int, float] | None = None,
 ) -> Timeline:
-    """Runs ``schedule`` with the interpreter's semantics.
+    """Simulate one step of ``schedule`` with the interpreter's semantics.
 
-    A send takes the sender no time and arrives ``costs.message_s()`` later, by a slow link later still; a receive is
-    only posted, and the forward or input gradient that needs it waits; an eager forward waits for nothing; a sum starts
-    when all holders have come to it and are through with those before, and ends for all at once, beside what they
-    compute, and beside what is left of the last input gradient where nobody waits for that; ``STEP`` waits for all, and
-    takes as long as the next step's first forwards wait for their weights, too.
+    - A send takes the sender no time, and arrives ``costs.message_s()`` later, or later still by a slow link.
+    - A receive is only posted; the forward or input gradient that needs its message waits for it.
+    - An eager forward waits for nothing.
+    - A sum starts when all holders have come to it and are through with their sums before it, and ends for all at the
+      same time. It runs beside what they compute, and beside the rest of a last input gradient if nobody waits for it.
+    - ``STEP`` waits for all. It includes the time that the next step's first forwards wait for their weights.
 
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
@@ -154,7 +161,7 @@ def simulate(
 
 
 def run_clock(visits: Visits, programs: Codes, costs: Costs, speeds: Mapping[int, float]) -> Timeline:
-    """:func:`simulate` of programs that are integers already."""
+    """:func:`simulate` for programs as codes."""
     return _Clock(visits, programs, costs, speeds).run()
 
 
@@ -171,31 +178,31 @@ class _Clock:
         self.live, self.peak = dict.fromkeys(programs, 0), dict.fromkeys(programs, 0)
         self.spans: dict[int, list[tuple[float, float]]] = {worker: [] for worker in programs}
         self.arrival = [0.0] * visits.reductions
-        """Receive -> when its message is there; negative as long as it was not sent."""
+        """Receive -> when its message arrives; negative until that is sent."""
         for visit, (before, behind) in enumerate(zip(visits.before, visits.behind, strict=True)):
             if before >= 0:
                 self.arrival[visit * 8 + RECV_FORWARD] = -1.0
             if behind >= 0:
                 self.arrival[visit * 8 + RECV_BACKWARD] = -1.0
         self.late: dict[int, float] = {}
-        """Receive -> what its message takes longer than others; empty where no link is slow."""
+        """Receive -> how much longer its message takes than others; empty if no link is slow."""
         for visit, worker in enumerate(visits.worker) if costs.slow_links else ():
             self.late[visit * 8 + RECV_FORWARD] = costs.lags_s.get((visits.before[visit], worker), 0.0)
             self.late[visit * 8 + RECV_BACKWARD] = costs.lags_s.get((visits.behind[visit], worker), 0.0)
         self.sleeping: dict[int, int] = {}
-        """Receive -> who waits for its message."""
+        """Receive -> the worker that waits for its message."""
         self.summing: dict[int, deque[tuple[int, float, int]]] = {worker: deque() for worker in programs}
-        """Sums that a worker has come to and that have not begun: code, since when, and where in its program."""
+        """Worker -> the sums that it has come to and that have not begun: (code, since when, place in its program)."""
         self.free = dict.fromkeys(programs, 0.0)
-        """When the last sum of each has ended."""
+        """Worker -> when its last sum ends."""
         self.ready: set[int] = set()
-        """Who waits at ``STEP``."""
+        """Workers that wait at ``STEP``."""
         leads = {worker: lead_of(program, visits) for worker, program in programs.items()}
         self.ends = {
             worker: Tail((), speeds.get(worker, 1.0), lead) for worker, lead in leads.items() if lead
         }
         self.left = dict.fromkeys(self.ends, math.inf)
-        """How much earlier than its program says a worker comes to its next sum, at most."""
+        """Worker -> how much earlier than by its program it comes to its next sum, at most."""
         alike: dict[tuple[int, int, int], tuple[Effect, ...]] = {}
         places = list(zip(visits.worker, visits.first, visits.last, strict=True))
         for worker, first, last in set(places):
@@ -212,7 +219,7 @@ class _Clock:
         return self._timeline()
 
     def _advance(self, worker: int) -> list[int]:
-        """Runs ``worker`` until it must wait; returns whom that has woken."""
+        """Run ``worker`` until it must wait; return the workers that this has woken."""
         visits, program, woken = self.visits, self.programs[worker], list[int]()
         while self.position[worker] < len(program):
             at = self.position[worker]
@@ -230,7 +237,7 @@ class _Clock:
         return woken
 
     def _effect(self, worker: int, code: int) -> Effect:
-        """Of what waits for nothing."""
+        """Return the effect of an eager forward, or of a part of a weight gradient; neither waits for anything."""
         visits, speed = self.visits, self.speeds.get(worker, 1.0)
         if code < visits.pieces:
             return eager_effect(self.costs, visits, code - visits.eager, speed)
@@ -245,7 +252,7 @@ class _Clock:
         self.position[worker] += 1
 
     def _run_visits(self, worker: int) -> list[int]:
-        """The instructions that carry out routes, up to one that is something else or must wait."""
+        """Run instructions of visits up to one that must wait, or is of another kind; return who is woken."""
         program, spans, woken = self.programs[worker], self.spans[worker], list[int]()
         at, now, live, peak = self.position[worker], self.now[worker], self.live[worker], self.peak[worker]
         arrival, sleeping, lag, late = self.arrival, self.sleeping, self.lag, self.late
@@ -275,14 +282,14 @@ class _Clock:
         return woken
 
     def _sum(self, worker: int, code: int) -> list[int]:
-        """``worker`` has come to a sum, and goes on beside it. Sums start in the order of each of their holders."""
+        """Let ``worker`` come to a sum, beside which it goes on. All holders of a bucket start it in their order."""
         here = self.now[worker]
         if worker in self.ends:
             first = self.visits.buckets[code - self.visits.reductions].first
             self.left[worker] = min(self.left[worker], self.ends[worker].left_s(self.costs, first))
             here -= self.left[worker]
         self.summing[worker].append((code, here, self.position[worker]))
-        self.spans[worker].append((self.now[worker], self.now[worker]))  # until it is known
+        self.spans[worker].append((self.now[worker], self.now[worker]))  # replaced once they are known
         self.position[worker] += 1
         found, woken = [code], list[int]()
         while found:
@@ -302,7 +309,7 @@ class _Clock:
         return woken
 
     def _meet(self, worker: int) -> list[int]:
-        """``worker`` has come to ``STEP``; once all have, they end it together."""
+        """Let ``worker`` come to ``STEP``; once all have, they end it together."""
         self.ready.add(worker)
         if len(self.ready) < len(self.programs):
             return []
@@ -336,7 +343,10 @@ class _Clock:
 
 
 def eager_effect(costs: Costs, visits: Visits, visit: int, speed: float) -> Effect:
-    """An eager forward of ``visit``: what it leaves, its result too if results are kept, stays until the step's end."""
+    """Return the effect of an eager forward of ``visit``.
+
+    Its activations stay until the step's end, and so does its result if messages are kept.
+    """
     first, last = visits.first[visit], visits.last[visit]
     seconds, size = effects(costs, first, last, speed)[FORWARD]
     kept = costs.keeps_messages and last < len(costs.layers)
@@ -344,7 +354,10 @@ def eager_effect(costs: Costs, visits: Visits, visit: int, speed: float) -> Effe
 
 
 def effects(costs: Costs, first: int, last: int, speed: float) -> tuple[Effect, ...]:
-    """Of each kind of compute instruction: activations stay from the forward to the weight gradient."""
+    """Return the effect of each kind of compute instruction on layers ``[first, last)``.
+
+    Activations stay from the forward to the weight gradient.
+    """
     spans = costs.spans
     input_grad_s, weight_grad_s = spans.input_grad_s(first, last), spans.weight_grad_s(first, last)
     early, whole = spans.early_bytes(first, last), spans.activation_bytes(first, last)

@@ -1,9 +1,9 @@
 """How a layer's optimizer state is cut over its holders: flat slices, each with as many owners as there are copies.
 
-The places of a layer's ring cut its state into as many slices as there are places, all of one size. Slice i is kept by
-the workers in the places i, i + 1, ..., around: so each worker has ``copies`` slices that follow upon each other, and
-``copies`` / places of the state. The first of a slice's owners that there is *sums* its gradient and sends its weights;
-what the others have of it is spare.
+The holders of a layer stand in the *places* of a ring. The state is cut into as many slices of equal size as there are
+places. Slice i is kept by the workers in places i, i + 1, ... (``copies`` of them, going around the ring). So each
+worker has ``copies`` consecutive slices, which are ``copies`` / places of the state. The first living owner of a slice
+*sums* its gradient and sends its weights; the other owners' copies are spare.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 WHOLE = 720_720
-"""Into so many shares a layer's state is divided, whatever its size: a slice begins and ends at one. All numbers of
-places up to 16 divide it.
+"""The number of shares into which a layer's state is divided, whatever its size. Slices begin and end between shares.
+All numbers of places up to 16 divide it.
 """
 
 NOBODY = -1
-"""In the place of a worker that is lost: its slices stay where they are."""
+"""Stands in the place of a lost worker, so that the slices of the others stay where they are."""
 
 Span = tuple[int, int]
 """Shares ``[first, last)`` of a layer."""
@@ -28,16 +28,19 @@ EVERYTHING: Span = (0, WHOLE)
 
 
 class Slice(NamedTuple):
-    """Of a layer's state."""
+    """A slice of a layer's state."""
 
     span: Span
     owners: tuple[int, ...]
-    """Those who keep it; the first one sends its weights."""
+    """The workers that keep it (its keepers); the first one sends its weights."""
 
 
 @lru_cache(maxsize=4096)
 def slices(ring: tuple[int, ...], copies: int) -> tuple[Slice, ...]:
-    """Those of a layer with the places ``ring``, in order; one where all of its workers keep all of it."""
+    """Return the slices of a layer with the places ``ring``, in order.
+
+    There is a single slice if the ring has no more places than ``copies``: then all its workers keep all state.
+    """
     count = len(ring)
     if count <= copies:
         return (Slice(EVERYTHING, tuple(worker for worker in ring if worker != NOBODY)),)
@@ -53,25 +56,25 @@ def slices(ring: tuple[int, ...], copies: int) -> tuple[Slice, ...]:
 
 @lru_cache(maxsize=4096)
 def owners_of(found: tuple[Slice, ...]) -> frozenset[tuple[int, ...]]:
-    """Of each slice those who keep it, each set once."""
+    """Return the owners of each slice; equal ones only once."""
     return frozenset(one.owners for one in found)
 
 
 @lru_cache(maxsize=4096)
 def kept(found: tuple[Slice, ...]) -> Mapping[int, tuple[Span, ...]]:
-    """Worker -> the slices that it keeps."""
+    """Return, for each worker, the slices that it keeps."""
     return _spans_of((owner, one.span) for one in found for owner in one.owners)
 
 
 @lru_cache(maxsize=4096)
 def kept_shares(found: tuple[Slice, ...]) -> Mapping[int, int]:
-    """Worker -> how many shares are in the slices that it keeps."""
+    """Return, for each worker, the number of shares in the slices that it keeps."""
     return MappingProxyType({worker: size(spans) for worker, spans in kept(found).items()})
 
 
 @lru_cache(maxsize=4096)
 def firsts(found: tuple[Slice, ...]) -> Mapping[int, tuple[Span, ...]]:
-    """Worker -> the slices of which it is the first owner."""
+    """Return, for each worker, the slices of which it is the first owner."""
     return _spans_of((one.owners[0], one.span) for one in found if one.owners)
 
 
@@ -83,17 +86,17 @@ def _spans_of(pairs: Iterable[tuple[int, Span]]) -> Mapping[int, tuple[Span, ...
 
 
 def size(spans: Iterable[Span]) -> int:
-    """In shares."""
+    """Return the number of shares in ``spans``."""
     return sum(last - first for first, last in spans)
 
 
 def bytes_of(span: Span, state_bytes: int) -> int:
-    """Of a layer's state."""
+    """Return the bytes of ``span``, rounded up, of a layer's state of ``state_bytes`` bytes."""
     return -(-state_bytes * (span[1] - span[0]) // WHOLE)
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """``spans``, which ascend; those that follow upon each other are one."""
+    """Return ``spans``, which ascend, with adjacent ones put together."""
     found: list[Span] = []
     for one in spans:
         if found and found[-1][1] == one[0]:
@@ -104,7 +107,7 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def within(span: Span, others: Iterable[Span]) -> Iterator[Span]:
-    """What of ``span`` is in ``others``."""
+    """Yield the parts of ``span`` that are in ``others``."""
     for one in others:
         low, high = max(span[0], one[0]), min(span[1], one[1])
         if low < high:
@@ -112,7 +115,7 @@ def within(span: Span, others: Iterable[Span]) -> Iterator[Span]:
 
 
 def without(spans: Iterable[Span], others: Sequence[Span]) -> Iterator[Span]:
-    """What of ``spans`` is not in ``others``, which ascend."""
+    """Yield the parts of ``spans`` that are not in ``others``, which ascend."""
     for low, high in spans:
         for start, stop in others:
             if stop <= low or high <= start:
@@ -125,7 +128,7 @@ def without(spans: Iterable[Span], others: Sequence[Span]) -> Iterator[Span]:
 
 
 def elements(span: Span, numel: int) -> tuple[int, int]:
-    """Which of ``numel`` numbers, one behind the other, ``span`` are; of a few it may be none."""
+    """Return the range of ``numel`` flat elements that ``span`` covers; of a few elements it may be empty."""
     return numel * span[0] // WHOLE, numel * span[1] // WHOLE
 
 
@@ -140,15 +143,16 @@ def ring_of(
     *,
     joins: bool = True,
 ) -> tuple[int, ...]:
-    """The places of a layer with these ``holders``.
+    """Return the places of a layer with these ``holders``.
 
-    Those who had a place ``before`` keep their order, and so most of what they have: whoever is new takes the place of
-    one that is lost, where there are as many. Others are dealt from node to node (``nodes``: of each living worker),
-    unless that leaves no fewer neighbours on one node.
+    Workers that had a place ``before`` keep their order, and so most of what they have. New workers take the places of
+    lost ones if there are as many of both, and else come last. Workers are dealt from node to node if nobody had a
+    place before, or if that leaves fewer pairs of keepers of one slice on one node.
 
     Args:
-        joins: each holder has a place. Otherwise, as long as each slice has an owner left, nothing moves: the places of
-            the lost stay empty.
+        nodes: the node of each living worker.
+        joins: whether each holder is to have a place. If not, nothing moves as long as each slice has an owner left:
+            the places of lost workers stay empty.
     """
     there = set(holders)
     places = [worker if worker in there else NOBODY for worker in before]
@@ -172,7 +176,7 @@ def ring_of(
 
 
 def _dealt(holders: Sequence[int], nodes: Mapping[int, int], copies: int) -> tuple[int, ...]:
-    """In turns around the ring, the largest node first: neighbours are on different nodes if that can be."""
+    """Deal the holders around the ring node by node, the largest first, so that neighbours are on different nodes."""
     on: dict[int, list[int]] = {}
     for worker in holders:
         on.setdefault(nodes[worker], []).append(worker)
@@ -200,12 +204,12 @@ def _best_place(
 
 
 def _neighbours(places: Sequence[int], at: int, node: int, nodes: Mapping[int, int], copies: int) -> int:
-    """How many who would keep a slice together with the one in place ``at`` are on its ``node``."""
+    """Return how many workers on ``node`` would keep a slice together with the one in place ``at``."""
     apart = {(at + step) % len(places) for step in range(1 - copies, copies)} - {at}
     return sum(places[one] != NOBODY and nodes[places[one]] == node for one in apart)
 
 
 def _clashes(ring: Sequence[int], nodes: Mapping[int, int], copies: int) -> int:
-    """How many who keep a slice together are on one node."""
+    """Return how many pairs of workers that keep a slice together are on one node."""
     on = [nodes[worker] if worker != NOBODY else NOBODY - at for at, worker in enumerate(ring)]
     return sum(a == b for step in range(1, copies) for a, b in zip(on, on[step:] + on[:step], strict=True))

@@ -1,9 +1,9 @@
-"""A step of fewer microbatches than its plan is for: what is left of the plan without the last of them.
+"""A step with fewer microbatches than its plan is for: the plan without the last ones.
 
-While a batch size grows, every step is carried out by the plan of the largest. A schedule that is free of deadlocks
-remains so without a microbatch, left out as a whole and everywhere: that only removes waits. So no plan changes between
-two steps of different sizes, and no step waits for one. Routes take microbatches in turn: each has its share of the
-first.
+While the batch size grows, every step is carried out by the plan for the largest one. A schedule that is free of
+deadlocks remains so if a microbatch is left out completely, on all workers: that only removes waits. So the plan does
+not change between steps of different sizes, and no step waits for a new one. Routes take microbatches in turn, so each
+has its share of the first ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class StepPlan:
 
 
 def smaller(layout: Layout, program: Program, size: int) -> StepPlan:
-    """Of the first ``size`` microbatches. Routes may be left without any; blocks stay as they are."""
+    """Return what a worker with ``program`` carries out of ``layout`` in a step of the first ``size`` microbatches.
+
+    Routes may be left without any; blocks stay as they are.
+    """
     if size >= layout.num_microbatches:
         return StepPlan(layout=layout, program=program)
     routes = tuple(

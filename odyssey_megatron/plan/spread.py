@@ -1,4 +1,4 @@
-"""Replicas of a layer on different nodes, so that the loss of one whole node leaves somebody who has it."""
+"""Placing the replicas of a layer on different nodes, so that the loss of a whole node leaves a holder of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from odyssey_megatron.plan.redundancy import with_keepers
 
 
 def on_one_node(layout: Layout, nodes: Mapping[int, int]) -> dict[int, list[int]]:
-    """Node -> the layers whose state is there and nowhere else: losing it ends the job. Empty where one node is all
-    there is. ``nodes``: of each worker.
+    """Return, for each node, the layers of whose state some is on that node only: losing the node would end the job.
+
+    Empty if there is only one node. ``nodes``: the node of each worker.
     """
     found: dict[int, list[int]] = {}
     if len({nodes[worker] for worker in layout.workers}) > 1:
@@ -24,12 +25,13 @@ def on_one_node(layout: Layout, nodes: Mapping[int, int]) -> dict[int, list[int]
 
 
 def spread(layout: Layout, nodes: Mapping[int, int], optimizer_copies: int = 0) -> Layout:
-    """``layout`` with its workers in one another's places, so that fewer layers have all holders on one node, or all
-    owners of a slice of their optimizer state where that is to be cut into slices with so many owners; itself where
-    that cannot be.
+    """Return ``layout`` with its workers in each other's places, so that fewer layers would be lost with one node.
 
-    Workers are alike, so nothing else changes. Those that compute the same layers stand next to one another, and are
-    dealt to the nodes in turn: as many different ones as there are nodes, or holders.
+    A layer would be lost if all its holders are on the node; or, with ``optimizer_copies``, if all owners of a slice of
+    its optimizer state are. Returns ``layout`` itself if nothing is won.
+
+    Workers are alike, so nothing else changes. The places that compute the same layers are dealt to the nodes in turn:
+    they are on as many different nodes as there are nodes, or holders.
     """
     first: dict[int, tuple[int, int]] = {}
     for number, route in enumerate(layout.routes):
@@ -52,7 +54,7 @@ def spread(layout: Layout, nodes: Mapping[int, int], optimizer_copies: int = 0) 
 
 
 def with_places(layout: Layout, places: Mapping[int, int]) -> Layout:
-    """``layout`` with another worker in the place of each."""
+    """Return ``layout`` with worker ``places[w]`` in the place of each worker w."""
 
     def moved(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(sorted(places[worker] for worker in row)) for row in rows)

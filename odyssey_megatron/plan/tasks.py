@@ -1,4 +1,4 @@
-"""What there is to run of a group of routes, in numbers: what orders are found with, and timed."""
+"""The tasks of a group of routes as numbers, with which orders are found and timed."""
 
 from __future__ import annotations
 
@@ -17,88 +17,95 @@ TICKS_PER_S = 10**9
 _ALWAYS = 2**30
 
 _ALIKE = 1.03
-"""Times that are at most so many times the shortest of them are taken for one, measured more than once."""
+"""Times within this factor of each other are taken to be one time, measured more than once."""
 _FEW = 10
-"""The shortest time is that of which one in so many tasks is shorter: an embedding alone is no measure for layers."""
+"""One in this many tasks is shorter than what is taken as the shortest time: an embedding is no measure for layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A group of routes with workers and microbatches numbered from 0: equal shapes, equal orders."""
+    """A group of routes with workers and microbatches numbered from 0: equal shapes have equal orders."""
 
     routes: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]], ...]
+    """(microbatches, hops) of each route; a hop is (worker, first layer, last)."""
     caps: tuple[int, ...]
+    """For each worker, the bytes of activations that it may keep."""
     speeds: tuple[float, ...]
     lags_s: tuple[tuple[int, int, float], ...] = ()
-    """(sender, receiver, what a message between them takes longer than others), of slow links."""
+    """(sender, receiver, how many seconds longer a message takes) of slow links."""
 
     def visits(self) -> list[tuple[int, int, int]]:
-        """(microbatch, first layer, last) of each, as :mod:`odyssey_megatron.plan.visits` numbers them."""
+        """Return (microbatch, first layer, last) of each visit, as numbered in :mod:`odyssey_megatron.plan.visits`."""
         routes = sorted((m, hops) for ids, hops in self.routes for m in ids)
         return [(m, first, last) for m, hops in routes for _, first, last in hops]
 
 
 class Row(NamedTuple):
-    """What all visits of a route's hop have in common; times in ticks."""
+    """What all visits of one hop of a route have in common; times are in ticks."""
 
     worker: int
     forward: int
     input_grad: int
     weight_grad: int
     need: int
-    """Bytes that stay from the forward on; ``early`` of them until the input gradient only."""
+    """Bytes that stay from the forward on; ``early`` of them only until the input gradient."""
     early: int
     room: int
     """Bytes that may be live when the forward starts."""
     behind: int
-    """Hops after this one; 0 for the last."""
+    """Number of hops after this one on the route."""
     deeper: int
-    """The same, and without end for all visits to a worker but its first on the route."""
+    """The same, but without limit if the route has visited this worker before."""
     scaled: int
-    """``behind``, scaled down by what fits where the route starts over what 1F1B would keep there."""
+    """``behind``, scaled down by the ratio of what fits at the route's first hop to what 1F1B would keep there."""
     starts: bool
+    """Whether the hop is the first of its route."""
     down: int
-    """Of the message to the next hop, and of its gradient's to the one before: how long it takes."""
+    """Time of the message to the next hop."""
     up: int
+    """Time of the message with the gradient to the hop before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """What there is to run: the forward, input gradient and weight gradient of each visit (microbatch, hop).
+    """All tasks of a group: the forward, input gradient and weight gradient of each visit (microbatch, hop).
 
-    The hops of a microbatch follow each other, and more urgent microbatches come first: a visit's place is its
+    The hops of a microbatch follow each other, and more urgent microbatches come first: a visit's index is its
     priority. A task is visit + (0 forward, 1 input gradient, 2 weight gradient) * number of visits.
     """
 
     visits: list[int]
-    """As :mod:`odyssey_megatron.plan.visits` numbers them."""
+    """For each visit, its number in :mod:`odyssey_megatron.plan.visits`."""
     room: list[int]
     behind: list[int]
     deeper: list[int]
     scaled: list[int]
-    """Of each visit, as in its :class:`Row`."""
+    """For each visit, as ``room``, ``behind`` and ``deeper``: the value of its :class:`Row`."""
     worker: list[int]
     ticks: list[int]
     size: list[int]
-    """Of each task: bytes that it adds, or frees if negative."""
+    """For each task, the bytes that it adds, or frees if negative."""
     then: list[int]
-    """What each task's end makes ready: delay << bits | task; 0 for nothing."""
+    """For each task, what its end makes ready: delay << bits | task; 0 for nothing."""
     bits: int
-    """Enough for a task or a worker behind all tasks that an event can name."""
+    """Number of bits for what an event names: a task, or a worker, which are numbered after the tasks."""
 
     def codes(self, queue: Sequence[int]) -> array[int]:
-        """The tasks of ``queue``, numbered as :mod:`odyssey_megatron.plan.visits` does."""
+        """Return the tasks of ``queue`` as codes of :mod:`odyssey_megatron.plan.visits`."""
         visits, count = self.visits, len(self.visits)
         return array("I", [visits[task % count] * 8 + task // count for task in queue])
 
 
 def by_number(shape: Shape) -> list[tuple[int, int]]:
-    """(microbatch, its route), most urgent first."""
+    """Return (microbatch, its route) by number, most urgent first."""
     return sorted((m, route) for route, (ids, _) in enumerate(shape.routes) for m in ids)
 
 
 def abreast(shape: Shape) -> list[tuple[int, int]]:
-    """All routes advance in step: the i-th of a route's n microbatches stands at (i + 1/2) / n of the way."""
+    """Return (microbatch, its route), most urgent first, such that all routes advance together.
+
+    The i-th of a route's n microbatches is placed at (i + 1/2) / n of the step.
+    """
     places = [
         ((2 * i + 1) / len(ids), m, route)
         for route, (ids, _) in enumerate(shape.routes)
@@ -108,7 +115,7 @@ def abreast(shape: Shape) -> list[tuple[int, int]]:
 
 
 def rows_of(shape: Shape, costs: Costs) -> list[list[Row]]:
-    """Per route, what its hops take."""
+    """Return the row of each hop of each route. Raises PlanInfeasible if a hop does not fit the memory."""
     spans: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
     depths: list[dict[int, int]] = [{} for _ in shape.caps]
     for _, hops in shape.routes:
@@ -173,13 +180,14 @@ def tasks_of(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]]
 
 
 def numbered_tasks(shape: Shape, costs: Costs) -> Tasks:
-    """Those of ``shape``, by number: their visits are as :mod:`odyssey_megatron.plan.visits` numbers them."""
+    """Return the tasks of ``shape`` by number: visits are numbered as in :mod:`odyssey_megatron.plan.visits`."""
     return tasks_of(shape, rows_of(shape, costs), by_number(shape))
 
 
 def finished(tasks: Tasks, queues: Sequence[Sequence[int]]) -> list[int] | None:
-    """When each worker is done, in ticks, if each runs its tasks in the order of its queue and as soon as it can; None
-    if they wait for each other for ever.
+    """Return when each worker is done, in ticks, if it runs its queue in order and as soon as it can.
+
+    None: the workers wait for each other for ever.
     """
     ticks, then, bits, mask = tasks.ticks, tasks.then, tasks.bits, (1 << tasks.bits) - 1
     count = len(tasks.visits)
@@ -210,11 +218,11 @@ def finished(tasks: Tasks, queues: Sequence[Sequence[int]]) -> list[int] | None:
 
 
 def rounded(tasks: Tasks, parts: int) -> Tasks:
-    """``tasks`` whose times are multiples of one, ``parts`` of which are about the shortest, and whose messages take as
-    many of it as fit: mostly none. To find orders with.
+    """Return ``tasks`` with times rounded to a unit of which about ``parts`` make up the shortest time.
 
-    Who takes what is there has begun a weight gradient, for which nobody waits, when what all wait for comes a
-    microsecond later. Of measured times, hardly two are equal; of these, what takes as many parts ends at once.
+    Messages take as many whole units as fit, which mostly are none. Orders are found with these times: hardly two
+    measured times are equal, so a worker that takes whatever is ready would begin a weight gradient, for which nobody
+    waits, when a task that all wait for becomes ready a microsecond later. In whole units they are ready together.
     """
     known = sorted(filter(None, tasks.ticks))
     part = max(1, known[len(known) // _FEW] // parts) if known else 1

@@ -1,4 +1,7 @@
-"""State transfers: who sends which layers to whom, and which worker takes which seat of a new layout."""
+"""State transfers: who sends which layers to whom, and which worker takes which seat of a new layout.
+
+A seat is a worker's position in a layout: the set of layers that whoever takes it must hold.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, bytes_of, firs
 
 
 def check_living(previous: Layout, alive: Collection[int]) -> None:
-    """All state of ``previous`` is somewhere.
+    """Check that the ``alive`` workers have all state of ``previous`` between them.
 
     Raises:
-        LayersLost: that of some layer is not; names the layers and the workers that held them.
+        LayersLost: they do not; it names the layers and the workers that had them.
     """
     there, owners = set(alive), previous.owners
     lost_of = {kind: [one for one in kind if there.isdisjoint(one)] for kind in set(owners)}
@@ -36,12 +39,14 @@ def check_living(previous: Layout, alive: Collection[int]) -> None:
 def plan_transfers(
     previous: Layout, target: Layout, alive: Collection[int], costs: Costs
 ) -> tuple[Transfer, ...]:
-    """All state that a worker of ``target`` lacks, from the living ones of ``previous`` that send least.
+    """Return the transfers of all state that workers of ``target`` lack.
 
-    A holder that keeps no optimizer state is sent nothing here: it gets the weights like after every step.
+    Each is sent by that living owner in ``previous`` which has least to send so far. A holder that keeps no optimizer
+    state is sent nothing here: it gets the weights as after every step.
 
     Layers go out in order of size, the largest first, as in Graham's rule of 1969 (longest processing time first). His
-    bound, 4/3 of the optimum, is for jobs that any machine can do; a layer has few that can send it.
+    bound of 4/3 of the optimum does not apply here, where only a few workers can send a layer: it is for jobs that any
+    machine can do.
 
     Raises:
         LayersLost: see :func:`check_living`.
@@ -58,7 +63,7 @@ def plan_transfers(
                 whole[sizes[layer]].append((layer, worker, sources))
             else:
                 cut[sizes[layer]][worker].append((span, layer, sources))
-    # Of slices those that one worker is sent of many layers follow upon each other: the wire names them together.
+    # The slices that one worker is sent of several layers stand together, so that the wire can name them together.
     loads, transfers = _Loads(), list[Transfer]()
     for size in sorted(whole.keys() | cut.keys(), reverse=True):
         for layer, worker, sources in sorted(whole.get(size, ())):
@@ -70,18 +75,18 @@ def plan_transfers(
 
 
 class _Loads:
-    """What each worker has been told to send."""
+    """The number of bytes that each worker has to send."""
 
     def __init__(self) -> None:
         self._sent: dict[int, int] = defaultdict(int)
         self._heaps: dict[int, tuple[tuple[int, ...], list[tuple[int, int]]]] = {}
-        """By the identity of a tuple of sources, which is there too: to hash a thousand workers for each transfer takes
-        longer than all else. In a heap are (bytes when last looked at, worker): bytes only grow, so an entry that is
-        still true is the least.
+        """Identity of a tuple of sources -> (that tuple, its heap). Hashing a thousand workers for each transfer takes
+        longer than all else. In the heap are (bytes when last looked at, worker). Bytes only grow, so a first entry that
+        is still true is the least.
         """
 
     def least(self, sources: tuple[int, ...], size_bytes: int) -> int:
-        """The one of ``sources`` that sends least so far, and these bytes from now on."""
+        """Return that one of ``sources`` which sends least so far, and add ``size_bytes`` to what it sends."""
         known = self._heaps.get(id(sources))
         if known is None:
             known = self._heaps[id(sources)] = sources, [(0, one) for one in sources]
@@ -97,15 +102,16 @@ class _Loads:
 def _missing(
     before: tuple[Slice, ...], after: tuple[Slice, ...], alive: frozenset[int]
 ) -> tuple[tuple[int, Span, tuple[int, ...]], ...]:
-    """What the workers of ``after`` lack that have been those of ``before``, in as few spans as can be: each with those
-    living who have all of it, ascending.
+    """Return the spans of a layer that workers lack when its slices change from ``before`` to ``after``.
+
+    Each is (worker, span, living workers that have all of the span, ascending), in as few spans as possible.
     """
     found = []
     had, starts = kept(before), [one.span[0] for one in before]
     there = [alive.intersection(one.owners) for one in before]
     senders: dict[
         tuple[int, int], tuple[int, ...]
-    ] = {}  # by the first and the last of ``before`` that they have
+    ] = {}  # by the first and the last slice of ``before`` in the span
     for worker, spans in sorted(kept(after).items()):
         for start, stop in without(joined(spans), had.get(worker, ())):
             while start < stop:
@@ -121,17 +127,20 @@ def _missing(
 
 
 def needed_at_once(layout: Layout, worker: int, program: Program, held: Collection[int]) -> set[int]:
-    """The layers that cannot reach ``worker`` behind a step of ``layout``, of which it runs ``program``.
+    """Return the layers that must reach ``worker`` before a step of ``layout`` in which it runs ``program``.
 
-    Those some of whose weights it sends before the step, and those that it computes. What it has ``held`` so far it can
-    send and compute: it lacks optimizer state only.
+    These are the layers that it computes, and those of which it sends weights before the step. They do not include
+    the layers in ``held``, which it holds so far: of these it lacks at most optimizer state.
     """
     sends = {layer for layer, found in enumerate(layout.states) if layout.keepers and worker in firsts(found)}
     return (sends | layout.with_tied(computed_layers(program))).difference(held)
 
 
 def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
-    """Time until all have arrived: a worker sends one at a time, and receives one at a time meanwhile."""
+    """Return the time until all transfers have arrived.
+
+    A worker sends one transfer at a time, and receives one at a time meanwhile.
+    """
     sent, received = defaultdict[int, float](float), defaultdict[int, float](float)
     sizes = [one.state_bytes for one in costs.all_layers]
     for layer, source, target, span in transfers:
@@ -147,10 +156,12 @@ def assign_seats(
     held: Mapping[int, Collection[int]],
     costs: Costs,
 ) -> tuple[int, ...]:
-    """The worker for each seat such that the fewest bytes move.
+    """Return the worker for each seat such that the fewest bytes move.
 
-    A seat is the set of layers that its worker must hold; ``held`` is what each worker has. Needs at least
-    as many workers as seats.
+    Args:
+        seats: for each seat the layers that its worker must hold.
+        workers: at least as many as seats.
+        held: worker -> the layers that it has.
 
     A worker that has all a seat needs and nothing else takes it outright. That loses nothing: missing bytes
     obey the triangle inequality, so swapping it in makes no assignment worse. The rest is a linear
@@ -183,11 +194,14 @@ def assign_seats(
 
 
 _EXACT_SEATS = 256
-"""Above this the cubic solver takes too long to decide within a second."""
+"""Up to this number of seats the cubic solver is fast enough to decide within a second."""
 
 
 def greedy_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """A cheap assignment: pairs in order of cost, where alike rows and alike columns are taken together."""
+    """Return a column for each row, cheapest pairs first: fast, but not the least sum.
+
+    Rows that are one object, and equal columns, are taken together.
+    """
     rows: dict[int, list[int]] = {}
     for row in range(len(cost) - 1, -1, -1):
         rows.setdefault(id(cost[row]), []).append(row)
@@ -205,7 +219,7 @@ def greedy_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
 
 def cheapest_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """The column of each row such that the sum is least; needs at least as many columns as rows."""
+    """Return the column of each row such that the sum is least. There are at least as many columns as rows."""
     if not cost:
         return ()
     if len(cost) == 1:
@@ -214,12 +228,12 @@ def cheapest_assignment(cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
 
 def warm_up() -> None:
-    """Imports the assignment solver (half a second) before a recovery has to wait for it."""
+    """Import the assignment solver (half a second) before a recovery has to wait for it."""
     _solver()
 
 
 def _solver() -> Callable[[Sequence[Sequence[float]]], tuple[Any, Any]]:
-    # Imported here, so that the package imports fast and without SciPy where nothing is assigned.
+    # Imported here, so that the package imports fast, and without SciPy if nothing is assigned.
     from scipy.optimize import linear_sum_assignment
 
     solver: Callable[[Sequence[Sequence[float]]], tuple[Any, Any]] = linear_sum_assignment

@@ -1,4 +1,4 @@
-"""``verify()``: nothing is executed that has not passed it (I7)."""
+"""``verify()``: whether a schedule carries out its layout. No schedule is executed that has not passed it (I7)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _bits(*kinds: int) -> int:
 
 
 _DOES = tuple(_bits(INPUT_GRAD, WEIGHT_GRAD) if kind == BACKWARD else _bits(kind) for kind in range(8))
-"""What an instruction of each kind does to its visit: a fused backward does both gradients."""
+"""The kinds of work that each kind of instruction does for its visit, as bits: a fused backward does both gradients."""
 
 _AFTER = {
     FORWARD: _bits(RECV_FORWARD),
@@ -47,7 +47,7 @@ _AFTER = {
     SEND_BACKWARD: _bits(INPUT_GRAD),
     RECV_BACKWARD: 0,
 }
-"""What must be done before, where the visit has it at all."""
+"""The kinds of work, as bits, that must be done before an instruction of each kind, if the visit has them at all."""
 
 
 BEHIND_SUMS = "comes behind a reduction, where others may wait for it that the reduction waits for"
@@ -64,15 +64,17 @@ def verify(
     in_flight_cap: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
 ) -> Timeline:
-    """Checks that ``schedule`` carries out ``layout``; returns the simulated step, since that checks too.
+    """Check that ``schedule`` carries out ``layout``, and return the simulated step (simulating is one of the checks).
 
-    Every layer of every microbatch has one forward, one input and one weight gradient (or one fused
-    backward), on the routed worker, a hop in one piece, in that order; each activation and gradient that crosses
-    workers is sent once, received before it is consumed, and channels (sender, receiver) agree on their order; each
-    bucket's gradient is summed once by each holder, after all its weight gradients, in one order, and with nothing
-    behind the first sum but weight gradients, of whole visits or of their part in a bucket, and sums; ``STEP`` comes
-    once and last; nobody waits for ever, though there be one queue for all that a device is given (``plan/queue.py``);
-    and, where ``in_flight_cap`` is given (worker -> bytes), activations fit.
+    - Every layer of every microbatch has one forward, one input gradient and one weight gradient (or one fused
+      backward), in that order, on the routed worker, and a hop in one piece.
+    - Each activation and gradient that crosses workers is sent once, and received before it is consumed. Both ends of a
+      channel (sender, receiver) agree on the order of its messages.
+    - Each bucket's gradient is summed once by each holder, after all its weight gradients, and in one order. After its
+      first sum a worker only has sums and weight gradients, of whole visits or of their part in a bucket.
+    - ``STEP`` comes once, and last.
+    - Nobody waits for ever, even if each device has a single queue for all that it is given (``plan/queue.py``).
+    - Activations fit ``in_flight_cap`` (worker -> bytes), if that is given.
 
     Raises:
         ScheduleInvalid: with the worker, the position in its program, and the program around it.
@@ -89,7 +91,7 @@ def verify_codes(
     in_flight_cap: Mapping[int, int] | None = None,
     speeds: Mapping[int, float] | None = None,
 ) -> Timeline:
-    """:func:`verify` of programs that are integers already, ascending by worker."""
+    """:func:`verify` for programs as codes, ascending by worker."""
     _check(visits, programs, heads_in_order(visits, programs, None))
     timeline = run_clock(visits, programs, costs or _unit_costs(visits.layout), speeds or {})
     check_queue(visits, programs)
@@ -100,11 +102,12 @@ def verify_codes(
 def verify_lowered(
     visits: Visits, programs: Codes, turns: Sequence[int], costs: Costs, caps: Mapping[int, int]
 ) -> dict[int, int]:
-    """:func:`verify` without a clock: nothing is asked that depends on how long something takes. Who comes to the end
-    with one queue does so with more (``plan/queue.py``).
+    """:func:`verify` without simulating: no result depends on how long instructions take.
+
+    Programs that come to their ends with one queue per device also do so with more (``plan/queue.py``).
 
     Args:
-        turns: what ``plan/messages.py`` says of these programs. It is not believed, but is quickly checked.
+        turns: the order of compute instructions from ``plan/messages.py``. It is not trusted, but quick to check.
 
     Returns:
         The most bytes of activations that each worker keeps.
@@ -129,7 +132,7 @@ def _check_memory(peaks: Iterable[tuple[int, int]], caps: Mapping[int, int]) -> 
 
 
 def _check(visits: Visits, programs: Codes, heads: Heads | None) -> None:
-    """What an order says without a clock."""
+    """Check all that depends on the order of instructions only; ``heads`` says what is known to be in order."""
     layout, found = visits.layout, tuple(programs)
     if found != layout.workers:
         raise ScheduleInvalid(f"programs of workers {found}, the layout has {layout.workers}")
@@ -163,7 +166,7 @@ def _unit_costs(layout: Layout) -> Costs:
 
 
 class _Check:
-    """What an order says without a clock: each worker's program by itself, then what they send each other."""
+    """Checks of what depends on the order only: each worker's program, then the messages between them."""
 
     def __init__(self, visits: Visits) -> None:
         self.visits = visits
@@ -173,23 +176,23 @@ class _Check:
             compute | above * (before >= 0) | below * (behind >= 0)
             for before, behind in zip(visits.before, visits.behind, strict=True)
         ]
-        """Per visit, the kinds of instructions that are still to come."""
+        """For each visit, the kinds of work that are still to come, as bits."""
         self.ahead: set[tuple[int, int]] = set()
-        """(worker, visit) of eager forwards."""
+        """(worker, visit) of the eager forwards so far."""
         self.reductions: dict[int, set[int]] = {worker: set() for worker in visits.layout.workers}
         self.summed = dict.fromkeys(visits.layout.workers, 0)
-        """Worker -> the layers that it has summed, as bits."""
+        """Worker -> the layers whose gradients it has summed, as bits."""
         self.parts: dict[int, int] = {}
-        """Of a visit whose weight gradient is done in parts, the layers that are done, as bits."""
+        """Visit whose weight gradient is done in parts -> the layers that are done, as bits."""
         for code, bucket in enumerate(visits.buckets, visits.reductions):
             for worker in bucket.holders:
                 self.reductions[worker].add(code)
         self.sent: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.received: dict[tuple[int, int], list[int]] = defaultdict(list)
-        """(sender, receiver) -> the code of each message's receive."""
+        """(sender, receiver) -> the codes of the messages' receives, in order."""
 
     def program(self, worker: int, program: list[int], start: int) -> None:
-        """Everything that can be seen in one worker's program from ``start`` on."""
+        """Check all that can be seen in one worker's program from ``start`` on."""
         visits, step = self.visits, self.visits.step
         for at, code in enumerate(program[start:], start):
             if code < visits.reductions:
@@ -212,7 +215,7 @@ class _Check:
             raise self._wrong(worker, len(program) - 1, program, spans_text)
 
     def _sum(self, worker: int, code: int) -> str:
-        """Why ``worker`` cannot sum this bucket; "" if it can, and then it is done."""
+        """Return why ``worker`` cannot sum this bucket here; or count it as done, and return ""."""
         if code not in self.reductions[worker]:
             return NO_BLOCK
         self.reductions[worker].remove(code)
@@ -221,7 +224,7 @@ class _Check:
         return ""
 
     def _visit(self, worker: int, code: int) -> str:
-        """Why ``worker`` cannot do this part of a visit here; "" if it can, and then it is done."""
+        """Return why ``worker`` cannot run this instruction of a visit here; or count it as done, and return ""."""
         visits, left, (visit, kind) = self.visits, self.left, (code >> 3, code & 7)
         does, still = _DOES[kind], left[visit]
         if still & does != does or still & _AFTER[kind] or visits.worker[visit] != worker:
@@ -237,7 +240,7 @@ class _Check:
         return BEHIND_SUMS if self.summed[worker] and kind != WEIGHT_GRAD else ""
 
     def _part(self, worker: int, code: int) -> str:
-        """Why ``worker`` cannot do this part of a visit's weight gradient here; "" if it can, and then it is done."""
+        """Return why ``worker`` cannot do this part of a weight gradient here; or count it as done, and return ""."""
         visit, first, last = self.visits.span_of_piece(code)
         whole = visit * 8 + WEIGHT_GRAD
         before, now = self.parts.get(visit, 0), (1 << last) - (1 << first)
@@ -254,7 +257,7 @@ class _Check:
         return ""
 
     def _eager(self, worker: int, visit: int) -> str:
-        """Why ``worker`` cannot run ``visit`` ahead here; "" if it can."""
+        """Return why ``worker`` cannot run ``visit`` ahead here; "" if it can."""
         visits = self.visits
         holders = visits.layout.holders[visits.first[visit] : visits.last[visit]]
         if worker == visits.worker[visit] or not all(worker in held for held in holders):
@@ -280,14 +283,14 @@ class _Check:
             self.received[self.visits.behind[visit], worker].append(visit * 8 + kind)
 
     def _layers(self, first: int, last: int) -> int:
-        """As bits; the tied weight with embedding and head."""
+        """Return layers ``[first, last)`` as bits, with the tied weight if embedding or head is among them."""
         return sum(1 << layer for layer in self.visits.layout.with_tied(range(first, last)))
 
     def _wrong(self, worker: int, at: int, program: list[int], problem: str) -> ScheduleInvalid:
         return ScheduleInvalid(where(worker, at, self.visits.decode(program)) + problem)
 
     def _out_of_turn(self, worker: int, code: int) -> str:
-        """Why an instruction cannot come here."""
+        """Return why an instruction cannot come here."""
         visits, visit, kind = self.visits, code >> 3, code & 7
         layers = list(range(visits.first[visit], visits.last[visit]))
         if visits.worker[visit] != worker:
@@ -305,7 +308,7 @@ class _Check:
         return f"layer(s) {layers} before what they depend on"
 
     def channels(self) -> None:
-        """Both ends of each (sender, receiver) name the same messages in the same order."""
+        """Check that both ends of each channel have the same messages in the same order."""
         for key in sorted(self.sent.keys() | self.received.keys()):
             ours, theirs = self.sent[key], self.received[key]
             if ours != theirs:
@@ -324,7 +327,7 @@ class _Check:
         return " ".join(map(str, self.visits.decode(receives))) or "none"
 
     def complete(self) -> None:
-        """Every layer of every microbatch, all three kinds."""
+        """Check that no instruction of any visit is missing."""
         for visit, still in enumerate(self.left):
             if still:
                 kind = next(kind for kind in range(8) if still >> kind & 1)

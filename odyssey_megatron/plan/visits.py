@@ -1,9 +1,9 @@
-"""Instructions as integers: what lowering, ``verify()`` and the clock work on.
+"""Instructions as integers ("codes"), on which lowering, ``verify()`` and the clock work.
 
 A visit is one hop of one microbatch. Visits are numbered by microbatch and hop, so ``visit + 1`` is the next hop of
-the same microbatch. An instruction of a visit is ``visit * 8 + kind``; then come the reductions of the buckets, in
-layer order, ``STEP``, the eager forward of each visit, and the part in each bucket of its weight gradient. All that the
-rules need to know of an instruction is found by its visit, without hashing.
+the same microbatch. The code of a visit's instruction is ``visit * 8 + kind``. After all of these come the codes of the
+reductions of the buckets, in layer order; of ``STEP``; of the eager forward of each visit; and of the part of each
+visit's weight gradient in each bucket. So all facts about an instruction are found by its visit, without hashing.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ OPS = (
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, SEND_FORWARD, RECV_FORWARD, SEND_BACKWARD, RECV_BACKWARD = range(
     8
 )
-"""Kinds: from 4 on messages, the odd ones of them received."""
+"""Kinds of a visit's instructions. From 4 on they are messages, of which the odd ones are receives."""
 
 NEEDS = (RECV_FORWARD - FORWARD, RECV_BACKWARD - INPUT_GRAD, 0, RECV_BACKWARD - BACKWARD)
-"""From the code of each kind of compute instruction to the receive that it waits for; a weight gradient for none."""
+"""For each kind of compute instruction, what to add to its code to get the receive that it waits for; 0: none."""
 
 TO_NEXT = 8 + RECV_FORWARD - SEND_FORWARD
 TO_PREVIOUS = -8 + RECV_BACKWARD - SEND_BACKWARD
-"""From a send to its receive, at the visit after or before."""
+"""What to add to a send's code to get that of its receive, which belongs to the next or the previous visit."""
 
 NOTHING, FORWARDED, BACKED, FINISHED = range(4)
-"""How far a visit is: its forward, its input gradient, its weight gradient has run."""
+"""How far a visit is: nothing has run, or its forward has, or its input gradient, or its weight gradient."""
 
 _KIND = {op: kind for kind, op in enumerate(OPS)}
 
 Codes = dict[int, list[int]]
-"""Worker -> its program."""
+"""Worker -> its program as codes."""
 
 
 class Visits:
-    """The visits of ``layout``, in parallel lists, and the two directions between instructions and integers.
+    """The visits of ``layout``, as parallel lists, and the conversion between instructions and codes.
 
     Args:
-        buckets: what is summed at once, in layer order (``plan/reductions.py``); by default the blocks.
+        buckets: the buckets in which gradients are summed, in layer order (``plan/reductions.py``); by default the
+            blocks.
 
     Raises:
         LayoutInvalid: a route does not go through all layers in order, hop by hop to another worker.
@@ -68,9 +69,9 @@ class Visits:
         self.first = [row[2] for row in table]
         self.last = [row[3] for row in table]
         self.before = [row[4] for row in table]
-        """The worker that the activation comes from; -1 at a route's first hop."""
+        """For each visit, the worker that its activation comes from; -1 at a route's first hop."""
         self.behind = [row[5] for row in table]
-        """The worker that it goes to; -1 at the last hop."""
+        """For each visit, the worker that its result goes to; -1 at the last hop."""
         self.buckets = tuple(buckets or layout.blocks())
         self.bucket_at = {bucket.first: i for i, bucket in enumerate(self.buckets)}
         self.reductions = 8 * len(table)
@@ -79,10 +80,10 @@ class Visits:
         self.eager = self.step + 1
         """The code of the first visit's eager forward."""
         self.pieces = self.eager + len(table)
-        """The code of the first visit's weight gradient within the first bucket."""
+        """The code of the part of the first visit's weight gradient in the first bucket."""
 
     def piece(self, visit: int, bucket: int) -> int:
-        """The weight gradient of ``visit`` within ``bucket``; -1 if it has no layer there."""
+        """Return the code of the weight gradient of ``visit`` within ``bucket``; -1 if it has no layer there."""
         first, last, one = self.first[visit], self.last[visit], self.buckets[bucket]
         if one.first <= first and last <= one.last:
             return visit * 8 + WEIGHT_GRAD
@@ -91,13 +92,13 @@ class Visits:
         return self.pieces + visit * len(self.buckets) + bucket
 
     def span_of_piece(self, code: int) -> tuple[int, int, int]:
-        """(visit, first layer, last) of what :meth:`piece` gave for a part of a visit."""
+        """Return (visit, first layer, last) of a code that :meth:`piece` gave for a part of a visit."""
         visit, bucket = divmod(code - self.pieces, len(self.buckets))
         one = self.buckets[bucket]
         return visit, max(one.first, self.first[visit]), min(one.last, self.last[visit])
 
     def decode(self, program: Sequence[int]) -> Program:
-        """The instructions of ``program``."""
+        """Return the instructions of ``program``."""
         return tuple(map(self._instr, program))
 
     def _instr(self, code: int) -> Instr:
@@ -121,10 +122,10 @@ class Visits:
         return Instr(OPS[kind], microbatch, first, -1, self.before[visit])
 
     def encode(self, schedule: Schedule) -> Codes:
-        """Inverse of :meth:`decode`, of all workers.
+        """Return the codes of ``schedule``: the inverse of :meth:`decode`, for all workers.
 
         Raises:
-            ScheduleInvalid: an instruction that the layout has no place for on its worker.
+            ScheduleInvalid: the layout has no such instruction on this worker.
         """
         visits = {key: visit for visit, key in enumerate(zip(self.microbatch, self.first, strict=True))}
         buckets = {(one.first, one.last): i for i, one in enumerate(self.buckets)}
@@ -156,7 +157,7 @@ class Visits:
         return f"microbatch {instr.microbatch} is not routed through these layers here"
 
     def _part(self, worker: int, instr: Instr) -> int:
-        """The weight gradient of a visit within one bucket; -1 if there is none."""
+        """Return the code of a weight gradient of a part of a visit; -1 if there is no such part."""
         inside = [i for i, one in enumerate(self.buckets) if one.first <= instr.first < one.last]
         for visit, place in enumerate(zip(self.microbatch, self.worker, strict=True)):
             code = self.piece(visit, inside[0]) if inside and place == (instr.microbatch, worker) else -1
@@ -189,7 +190,7 @@ NO_BLOCK = "is no block of this worker, or reduced twice"
 
 
 def _rows(route: Route, num_layers: int) -> list[tuple[int, int, int, int, int]]:
-    """(worker, first, last, worker before, worker behind) of each hop; -1 for none."""
+    """Return (worker, first layer, last, worker before, worker after) of each hop; -1 for none."""
     workers = (-1, *(hop.worker for hop in route.hops), -1)
     rows, at = [], 0
     for i, hop in enumerate(route.hops):
@@ -203,7 +204,7 @@ def _rows(route: Route, num_layers: int) -> list[tuple[int, int, int, int, int]]
 
 
 def where(worker: int, at: int, program: Program) -> str:
-    """A place in a program, with what is around it: how messages about it begin."""
+    """Return the beginning of a message about a place in a program: where it is, and what is around it."""
     shown = " ".join(
         f"»{instr}«" if i == at else str(instr)
         for i, instr in enumerate(program[max(0, at - 3) : at + 3], max(0, at - 3))

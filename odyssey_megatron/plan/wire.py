@@ -1,8 +1,10 @@
-"""A generation as it is sent: a head that all ranks read, and a part for each worker.
+"""The form in which a generation is sent: a head that all ranks read, and a part for each worker.
 
-The head says who is in and who holds what; a part, what one worker computes, sends and is sent, the layers that move
-among it. Programs of equal pipelines are one text, which each fills with its own numbers. All routes are sent, too, for
-whoever must know which way microbatches of others went: when numbers are not finite.
+The head says who the members are and who holds what. A part says what one worker computes, sends and receives, with
+the layers that move. The programs of equal pipelines are one text, which each worker fills with its own numbers. All
+routes are sent as well, since ranks must know which way others' microbatches went when numbers are not finite.
+
+Lists of numbers are text as in :mod:`odyssey_megatron.plan.runs`.
 """
 
 from __future__ import annotations
@@ -22,25 +24,25 @@ from odyssey_megatron.plan.runs import from_runs, to_runs
 from odyssey_megatron.plan.slices import EVERYTHING, Span
 
 Holders = tuple[tuple[int, str], ...]
-"""For so many layers in a row: their holders."""
+"""(number of layers in a row, their holders), for all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What everybody knows of the plan. See ``Plan`` and ``Layout``."""
+    """What every rank knows of the plan; see ``Plan`` and ``Layout``."""
 
     cell_size: int
     policy: str
     holders: Holders
     keepers: Holders
-    """With one more for each place: those of nobody are 0."""
+    """The rings of keepers, with 1 added to each worker, so that ``NOBODY`` is 0."""
     copies: int
     tied: bool
     blocks: str
-    """Where they begin."""
+    """The first layer of each block."""
     num_microbatches: int
     senders: str
-    """The workers that hold nothing any more, and send what they had: there is a part of each."""
+    """The workers that hold nothing any more, and send what they had: each has a part, too."""
     step_s: float
     bound_s: float
     transition_s: float
@@ -49,7 +51,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """See ``Generation``."""
+    """What every rank knows of the generation; see ``Generation``."""
 
     number: int
     members: str
@@ -61,14 +63,14 @@ class Head:
     incarnations: tuple[tuple[int, int], ...]
     fresh: str
     first: bool
-    """Nobody holds anything yet."""
+    """Whether nobody holds anything yet."""
     shape: Shape
     shapes: tuple[tuple[int, int], ...] = ()
 
 
 Moves = tuple[str, str, str, str, str, str]
-"""Of transfers: their layers, sources and targets, of which shares they are, from where and up to where, and of how
-many layers in a row. The last three are empty where each is of all of one layer.
+"""Transfers, as six lists: first layer, source, target, first share, last share, number of layers in a row. The shares
+are empty if all transfers are of whole layers, and the numbers if each is of one layer.
 """
 
 NO_MOVES: Moves = ("", "", "", "", "", "")
@@ -78,22 +80,22 @@ NO_PROGRAM = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Of one worker."""
+    """What concerns one worker."""
 
     routes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
-    """(microbatches, spans of layers) of each route through it: it may be visited more than once."""
+    """(microbatches, spans of layers) of each route through it, which may visit it more than once."""
     template: int
-    """``NO_PROGRAM``: it holds nothing any more."""
+    """Index of its program's template; ``NO_PROGRAM``: it holds nothing any more."""
     numbers: str
-    """What its program is filled with."""
+    """The numbers that fill the template."""
     held: str
     """The layers that it holds already."""
     transfers: Moves
-    """Those that it sends and is sent."""
+    """The transfers that it sends and receives."""
 
 
 NO_PART = Part(routes=(), template=NO_PROGRAM, numbers="", held="", transfers=NO_MOVES)
-"""Of a worker that nothing concerns."""
+"""The part of a worker that holds and sends nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +104,14 @@ class Sent:
 
     head: str
     parts: Mapping[int, str]
-    """By worker; only of those that hold or send anything."""
+    """Worker -> its part, for workers that hold or send anything."""
     templates: tuple[str, ...]
     routes: str
+    """All routes, one a line: microbatches, workers, and the end of each hop."""
 
 
 def to_wire(generation: Generation, cell_size: int) -> Sent:
-    """``generation`` as the coordinator has it, with its whole plan."""
+    """Return the texts of ``generation``, which has its whole plan, as the coordinator knows it."""
     plan = generation.plan
     head = Head(
         number=generation.number,
@@ -133,13 +136,13 @@ def to_wire(generation: Generation, cell_size: int) -> Sent:
 
 
 def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "") -> Generation:
-    """The generation as ``worker`` knows it: of its plan all that concerns this worker.
+    """Return the generation as ``worker`` knows it, with the part of the plan that concerns it.
 
     Args:
-        template: that of its part.
+        template: the text of the template that ``part`` names.
 
     Raises:
-        ValueError
+        ValueError: the head or the part is malformed.
     """
     plan, held = _own_plan(head.shape, worker, part, template), from_runs(part.held)
     alone = tuple((worker,) if layer in held else () for layer in range(plan.layout.num_layers))
@@ -166,7 +169,7 @@ def has_part(shape: Shape, worker: int) -> bool:
 
 
 def with_all_routes(layout: Layout, text: str) -> Layout:
-    """``layout`` as one worker knows it, with everybody's routes. Raises ValueError."""
+    """Return ``layout``, as one worker knows it, with all routes from ``text`` (``Sent.routes``). Raises ValueError."""
     routes = []
     for line in text.splitlines():
         microbatches, workers, ends = map(from_runs, line.split(" "))
@@ -196,7 +199,7 @@ def _shape(plan: Plan, cell_size: int) -> Shape:
 
 
 class _Alike(NamedTuple):
-    """Transfers that follow upon each other: of one span of so many layers in a row."""
+    """Transfers of the same span of ``num_layers`` layers in a row, from one worker to another."""
 
     layer: int
     source: int
@@ -206,7 +209,7 @@ class _Alike(NamedTuple):
 
 
 def _by_worker(transfers: Iterable[Transfer]) -> Mapping[int, Sequence[_Alike]]:
-    """What each sends and is sent, in order."""
+    """Return what each worker sends and receives, in order."""
     found: dict[int, list[_Alike]] = defaultdict(list)
     for (_, source, target, span), alike in groupby(
         enumerate(transfers), lambda at: (at[1].layer - at[0], at[1].source, at[1].target, at[1].span)
@@ -234,7 +237,7 @@ def _moves(found: Sequence[_Alike]) -> Moves:
 
 
 def _transfers(moves: Moves) -> tuple[Transfer, ...]:
-    """Inverse of :func:`_moves`. Raises ValueError."""
+    """Return the transfers of ``moves``: the inverse of :func:`_moves`. Raises ValueError."""
     layers, sources, targets, starts, stops, counts = map(from_runs, moves)
     spans = [*zip(starts, stops, strict=True)] or [EVERYTHING] * len(layers)
     rows = zip(layers, sources, targets, spans, counts or [1] * len(layers), strict=True)
