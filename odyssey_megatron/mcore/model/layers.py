@@ -345,7 +345,7 @@ def _to_build_with(spec: ModelSpec, *, empty: bool) -> Iterator[None]:
 def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:
     """A chunk to show Megatron's code on a worker that holds nothing; it has nothing to save or to load.
 
-    Megatron drops empty dictionaries from what it has loaded, and then fails to find the chunk's. So one entry is there.
+    Megatron drops empty dictionaries from what it has loaded, and would not find the chunk's: so one entry is there.
     """
     chunk = _build_chunk(spec, 1, 1, groups, empty=True)
     chunk.sharded_state_dict = lambda *args, **kwargs: {"nothing": LocalNonpersistentObject(None)}
