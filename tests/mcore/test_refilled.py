@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.slices import EVERYTHING, WHOLE
 from tests.mcore.test_ahead import backward, gradients
 
 torch = pytest.importorskip("torch")
@@ -64,3 +64,14 @@ def test_who_has_given_layers_away_writes_the_others(model):
     """Until the next step it has them still, and behind the last one there is none: somebody died in the export."""
     model.take_layout(replace(model._layout, holders=((0,), (0,), (0,), (1,))), 0)
     assert sorted(layer for layer, _ in model.weights()) == [0, 1, 2]
+
+
+def test_a_first_layout_that_came_to_nothing_leaves_nothing_to_wait_for(model):
+    """A rank was lost before all were live: the next layout is the first one, too, and cuts the state otherwise."""
+    first, second = (0, WHOLE // 2), (WHOLE // 2, WHOLE)
+    for spans in ((first,), (second,), (EVERYTHING,), ()):
+        kept = {1: spans} if spans else {}
+        model.create_layers(range(4), kept)
+        model.expect(kept)
+        model.settled()
+        assert [one.spans for one in model._held[1].states] == [spans][: len(spans)]

@@ -69,6 +69,16 @@ def test_saved_plain_loads_and_survives(jobs, name, saved_plain, resumed):
     assert run.killed == [1]
 
 
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
+def test_a_rank_that_holds_nothing_loads_it(jobs, name, saved_plain, resumed, more):
+    """One was killed before anything was loaded, and of five ranks two pipelines of two stages leave one without."""
+    inject = "rank=2,step=-1,at=groups,generation=1"
+    run = jobs.odyssey(name, f"{MOCK} --load {saved_plain} {more}", ranks=6, stages=2, inject=inject)
+    assert_same_lines(run, resumed, first=4)
+    assert run.killed == [2], "the one without layers failed where Megatron had nothing to load"
+    assert "Traceback" not in run.log
+
+
 def test_a_checkpoint_of_files_of_ranks_is_refused_with_the_way_to_convert_it(jobs, name):
     folder = jobs.folder / name / "saved"
     saved = f"{MOCK} --ckpt-format torch --save {folder} --save-interval 1 --exit-interval 1"

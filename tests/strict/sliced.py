@@ -47,7 +47,9 @@ class Sliced(Stack):
         for layer in layers:
             if layer not in self.held:
                 self.held[layer] = {name: self._begun(layer, name)[:1] for name in self._names(layer)}
-                made = self._rooms(layer, kept.get(layer, ()))
+            spans = kept.get(layer, ())
+            if layer not in self.states or spans != tuple(span for one in self.states[layer] for span in one):
+                made = self._rooms(layer, spans)
                 for momentum in (one for pieces in made.values() for one in pieces.values()):
                     momentum.zero_()
                 self.states[layer] = [made] if made else []

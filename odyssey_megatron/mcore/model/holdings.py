@@ -51,9 +51,15 @@ class Holdings:
         return Place(self._layout, self._worker, self.cell)
 
     def create_layers(self, layers: Sequence[int], kept: Mapping[int, tuple[Span, ...]]) -> None:
-        """Make ``layers`` with initial weights, and an optimizer for the spans of each that are ``kept``; layers that
-        are already held stay.
+        """Creates ``layers`` with their initial weights, and an optimizer for what is ``kept`` of each.
+
+        Layers that are held already keep their weights: they were created for a first layout that never went live. It
+        may have cut the optimizer state in another way, so their optimizers follow ``kept``.
         """
+        for layer, held in ((one, self._held[one]) for one in layers if one in self._held):
+            spans = kept.get(layer, ())
+            if spans != (held.optimizer.spans if held.optimizer is not None else ()):
+                held.optimizer = self.optimizer_of(held, spans) if spans else None
         missing = [layer for layer in layers if layer not in self._held]
         for layer, parts in initial_parts(self.spec, missing, self._groups).items():
             self._held[layer] = self._hold(layer, parts, kept=kept.get(layer, ()))

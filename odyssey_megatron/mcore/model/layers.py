@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -342,9 +343,13 @@ def _to_build_with(spec: ModelSpec, *, empty: bool) -> Iterator[None]:
 
 
 def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:
-    """A chunk to show Megatron's code on a worker that holds nothing; it has nothing to save."""
+    """A chunk to show Megatron's code on a worker that holds nothing; it has nothing to save or to load.
+
+    Megatron drops empty dictionaries from what it has loaded, and would not find the chunk's: so one entry is there.
+    """
     chunk = _build_chunk(spec, 1, 1, groups, empty=True)
-    chunk.sharded_state_dict = lambda *args, **kwargs: {}
+    chunk.sharded_state_dict = lambda *args, **kwargs: {"nothing": LocalNonpersistentObject(None)}
+    chunk.load_state_dict = lambda *args, **kwargs: None
     return chunk
 
 
