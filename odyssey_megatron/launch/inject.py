@@ -1,4 +1,4 @@
-"""Fault injection: a rank sends itself the real signal at a chosen point of a chosen step, is stuck there, or slow."""
+"""Fault injection: at a chosen point of a chosen step a rank sends itself a real signal, gets stuck or becomes slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from odyssey_megatron.faults import STUCK, Fault, Injection, Slowdown, SlowLink
 from odyssey_megatron.metrics.journal import Journal
 
 _FLUSH_S = 5.0
-"""A fault that is not on record looks like one that nobody injected."""
+"""The most time to write a fault down before it strikes: one that is not on record looks like a real one."""
 
 
 class Injector:
@@ -35,7 +35,7 @@ class Injector:
         self._journal = journal
 
     def at(self, point: str, *, step: int, generation: int, microbatch: int = -1) -> None:
-        """Call at ``point``; does not return if a KILL was armed for it."""
+        """Fire the injection that is armed for ``point``, if any. Does not return if that is a KILL."""
         if not self._armed:
             return
         for one in self._armed:
@@ -48,7 +48,7 @@ class Injector:
             return
 
     def slowness(self, step: int) -> float:
-        """How many times its time the compute of ``step`` takes. Each change is written down."""
+        """Return the factor by which the compute of ``step`` is slowed down. Changes go to the journal."""
         slow = math.prod(
             one.slow for one in self._slowdowns if one.step <= step and not 0 <= one.until <= step
         )
@@ -59,7 +59,9 @@ class Injector:
         return slow
 
     def slow_links(self, step: int) -> dict[int, float]:
-        """Receiver -> how many times their time messages of this rank take in ``step``. Changes are written down."""
+        """Return receiver -> factor by which this rank's messages are slowed down in ``step``. Changes go to the
+        journal.
+        """
         slow: dict[int, float] = {}
         for one in self._links:
             if one.step <= step and not 0 <= one.until <= step:

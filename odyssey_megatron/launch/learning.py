@@ -1,4 +1,4 @@
-"""What the ranks measure reaches the planner while the job trains, so that no recovery waits for it."""
+"""Passes what the ranks measure to the planner while the job trains, so that no recovery waits for it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from odyssey_megatron.plan.plan import Plan
 _log = logging.getLogger(__name__)
 
 _AT_ONCE = 256
-"""So many values are read in one call: whoever else uses the connection waits for one call at most."""
+"""Number of values that are read in one call; other users of the connection wait for one call at most."""
 _EVERY_S = 1.0
 _CLOSES_S = 0.5
-"""Reading takes less."""
+"""Seconds that closing waits for a thread that reads; reading takes less."""
 _SHARE = 0.05
-"""Of a core, that either may take as long as the plan is the same."""
+"""Share of a core that each of the two threads may take as long as the plan is the same."""
 
 
 class _Beside:
-    """Work beside the coordinator's, now and then: a thread at a time."""
+    """Work that is done now and then beside the coordinator, in one thread at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,7 +36,7 @@ class _Beside:
         self._due_s = 0.0
 
     def look(self, current: Plan, work: Callable[[], None], *, has_learned: bool = False) -> None:
-        """Begins with ``work`` where that is due, or was for another plan, or before anything was measured. Returns at
+        """Start ``work`` if it is due, or was last done for another plan or value of ``has_learned``. Return at
         once.
         """
         if self._thread is not None and self._thread.is_alive():
@@ -61,8 +61,10 @@ class _Beside:
 
 
 class Learning:
-    """``Planner.learn`` with what the ranks have published, and ``Planner.rehearse``. Who is slow is known within a
-    second or two of what shows it, however long it takes to work out the next decisions.
+    """Calls ``Planner.learn`` with what the ranks have published, and ``Planner.rehearse``, each in a thread.
+
+    So a slow worker is known within a second or two of what shows it, however long it takes to work out the next
+    decisions.
     """
 
     def __init__(self, planner: Planner, control: Control, world_size: int):
@@ -72,26 +74,26 @@ class Learning:
         self._has_learned = False
         self._reading = threading.Lock()
         self.diagnosis: Diagnosis | None = None
-        """By what was read last."""
+        """The diagnosis of what was read last."""
 
     def observations(self) -> list[str]:
-        """What each rank has published last."""
+        """Return what each rank has published last."""
         found: list[str] = []
         for at in range(0, len(self._keys), _AT_ONCE):
             found += (text for _, text in self._control.latest(self._keys[at : at + _AT_ONCE]))
         return found
 
     def catch_up(self) -> None:
-        """For a decision that comes before anything has been learned: by estimates it could be another one."""
+        """Have a decision that comes before anything was learned go by measurements: by estimates it could differ."""
         if not self._has_learned:
             self._planner.adopt(self.observations())
 
     def close(self) -> None:
-        """Before the process ends: nothing more is read. A thread that is in the store's code then would abort it."""
+        """Stop reading before the process ends: a thread in the store's code would abort it then."""
         self._reading.acquire(timeout=_CLOSES_S)
 
     def look(self, state: ClusterState, current: Plan) -> None:
-        """Learns for the next failure of ``current``, where that is due. Returns at once."""
+        """Learn for the next failure under plan ``current``, if that is due. Return at once."""
         state = without_fresh(state)
         self._learns.look(current, lambda: self._learn(state, current))
         self._rehearses.look(current, lambda: self._rehearse(state, current), has_learned=self._has_learned)
@@ -104,7 +106,7 @@ class Learning:
         with self._reading:
             observations = self.observations()
         if any(observations) and not self._has_learned:
-            # Working out what the next decisions look up takes seconds, and nobody is to read all this again.
+            # Rehearsing takes seconds; until it is done, a decision is to have this without reading it again.
             self._planner.adopt(observations)
             self._has_learned = True
         self.diagnosis = self._planner.learn(state, current, observations, time.monotonic())

@@ -1,4 +1,4 @@
-"""Which agents are there: each renews its lease in the store, and who hosts the job, and so the store, answers."""
+"""Notices agents that are gone, by their leases in the store, and a job's host that is gone, as the store is silent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from odyssey_megatron.launch.lost_host import connections_to
 from odyssey_megatron.metrics.outlet import say
 
 _COMES_BACK_S = 2.5
-"""So long beyond a lease the others wait for the job's host, as without it the job is over: a suspended one may come
-back. All have ended within 5 s beyond the lease."""
+"""Seconds beyond a lease that the others wait for the job's host, without which the job is over: a suspended host may
+come back. All have ended within 5 s beyond the lease."""
 _LOOK_S = 0.1
 
 
@@ -22,8 +22,8 @@ class Leases:
     """Notices agents that have fallen silent.
 
     Args:
-        nodes: whose agents are there, but for ``here``.
-        here: the node where this runs, if it is one.
+        nodes: The nodes whose agents are there, other than ``here``.
+        here: The node on which this runs, if it is one of the job's.
     """
 
     def __init__(self, control: Control, nodes: list[int], limit_s: float, *, here: int | None):
@@ -33,7 +33,7 @@ class Leases:
         self._seen: dict[int, tuple[Stamp | None, float]] = {}
 
     def watch(self, node: int) -> None:
-        """``node`` has ranks (again)."""
+        """Watch ``node``, which has ranks (again)."""
         if node != self._here and node not in self.nodes:
             self.nodes.append(node)
             self._seen.pop(node, None)
@@ -48,7 +48,7 @@ class Leases:
             if beat != before:
                 self._seen[node] = (beat, now_s)
                 if before is not None and beat.incarnation > before.incarnation:
-                    # Another agent has come before that was noticed.
+                    # Another agent has come before the loss of this one was noticed.
                     lost.append(NodeLost(node=node, t_s=now_s))
             elif now_s - max(since_s, awake_s) > self._limit_s:
                 lost.append(NodeLost(node=node, t_s=now_s))
@@ -57,36 +57,38 @@ class Leases:
 
 
 class HostOfJob:
-    """Whether who hosts the job answers, for an agent elsewhere.
+    """Tells an agent whether the host of the job, on another node, still answers.
 
-    The kernel of a host answers for a process that is stopped, so that a connection to it does not break
-    (``lost_host.py``), and whoever waits there would wait for as long as it is stopped.
+    A host's kernel answers for a process that is stopped. A connection to it then does not break (``lost_host.py``),
+    and waiting on it would last for as long as the process is stopped.
     """
 
     def __init__(self, limit_s: float):
         self._limit_s, self._heard_s = limit_s + _COMES_BACK_S, time.monotonic()
         self.ends = False
-        """Somebody has been asked to end the job."""
+        """Whether somebody has asked for the end of the job."""
         self._awake = Awake(self._limit_s)
 
     def listen(self, control: Control) -> None:
-        """Where the job is hosted: the same for ever, without a lease."""
+        """Keep :attr:`ends` up to date for ever, without a lease: for the agent where the job is hosted."""
         while True:
             self.ends = control.said(keys.END)
             time.sleep(_LOOK_S)
 
     def renew(self, control: Control, node: int, every_s: float, incarnation: int) -> None:
-        """Renews the lease of ``node`` until another agent than this one has taken its place: who stood still for long
-        goes on as if nothing had been. The stamp of what is put is the sign of life.
+        """Renew the lease of ``node`` until another agent has taken the place of this one.
+
+        An agent that stood still for long would otherwise go on as if nothing had happened. The sign of life is the
+        stamp of the value that is put.
         """
         while control.counted(keys.replaced_key(node)) <= incarnation:
             control.put(keys.lease_key(node), "")
-            self.ends = control.said(keys.END)  # this is answered
+            self.ends = control.said(keys.END)  # this waits for an answer
             self._heard_s = time.monotonic()
             time.sleep(every_s)
 
     def await_loss(self, port: int) -> None:
-        """Returns when it has not answered for too long; by then whatever of this process waits for it has failed."""
+        """Wait until the host has not answered for too long, then have all waits of this process for it fail."""
         now_s = self._heard_s
         while now_s - max(self._heard_s, self._awake.since_s(now_s)) < self._limit_s:
             time.sleep(_LOOK_S)
@@ -97,7 +99,7 @@ class HostOfJob:
 
 
 def beats(control: Control, node: int, limit_s: float) -> bool:
-    """Whether the agent of ``node`` renews its lease; waits ``limit_s`` for it."""
+    """Whether the agent of ``node`` renews its lease within ``limit_s``."""
     key, ends_s = [keys.lease_key(node)], time.monotonic() + limit_s
     before = control.latest(key)
     while time.monotonic() < ends_s:

@@ -1,7 +1,7 @@
-"""What a job keeps outside of its run folder, and what killed ones have left there.
+"""Files that a job keeps outside its run folder, and the removal of those that killed jobs have left.
 
-Whoever makes such a thing holds a lock on it, which the kernel drops when its process ends, however it does. What is
-not locked is nobody's.
+The process that makes such a file holds a lock on it, which the kernel drops when the process ends, however it does. A
+file that is not locked is no longer in use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 PREFIX = "odyssey-heartbeat-"
 _NEW_PREFIX = "odyssey-new-"
 _NEW_S = 60.0
-"""So long after it was made, something without a lock may still get one."""
+"""Seconds after it was made in which a file without a lock may still get one."""
 
 
 def shared_memory() -> Path:
@@ -24,13 +24,15 @@ def shared_memory() -> Path:
 
 
 def make(size_bytes: int) -> tuple[Path, int]:
-    """A file of zeros in shared memory that is only this user's, and the descriptor that holds its lock."""
+    """Make a file of zeros in shared memory, for this user only; return its path and the descriptor that holds its
+    lock.
+    """
     name = f"{os.getpid()}-{time.monotonic_ns()}"
     new, path = (shared_memory() / f"{prefix}{name}" for prefix in (_NEW_PREFIX, PREFIX))
     fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        # Not a hole: where there is no room for it, that is better known now than at the first write.
+        # The memory is allocated now: if there is no room, an error here is better than one at the first write.
         os.posix_fallocate(fd, 0, size_bytes)
         os.rename(new, path)
     except BaseException:
@@ -41,13 +43,13 @@ def make(size_bytes: int) -> tuple[Path, int]:
 
 
 def _age_s(path: Path) -> float:
-    """By the clock that is in its name: a wall clock may jump."""
+    """Return the age of ``path`` by the monotonic time in its name, as a wall clock may jump."""
     made = path.name.rpartition("-")[2]
     return time.monotonic() - int(made) / 1e9 if made.isdecimal() else math.inf
 
 
 def remove(folder: Path | None = None) -> list[Path]:
-    """Removes what killed jobs of this user have left, and nothing of a living one; what that was."""
+    """Remove what killed jobs of this user have left, and nothing of a living one; return the removed paths."""
     folder = folder or shared_memory()
     removed = []
     for path in sorted((*folder.glob(PREFIX + "*"), *folder.glob(_NEW_PREFIX + "*"))):

@@ -1,4 +1,4 @@
-"""What a launch line says before its script: torchrun's arguments, read with torchrun's own parser."""
+"""Reads the part of a launch line before the script: torchrun's arguments, with torchrun's own parser."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 _NODES = Between(1, 100_000, whole=True)
 _PER_NODE = Between(1, 1024, whole=True)
 _PORT = 29500
-"""torchrun's, of the first node."""
+"""torchrun's default port of the first node."""
 LEAST_TORCH = (2, 11)
-"""As in pyproject.toml, which containers that bring their own do not read. 2.8 has neither what torchrun is told of
-signals nor what takes a group out of torch's tables.
+"""The oldest version of torch, as in pyproject.toml, which has no effect in containers with a torch of their own. 2.8
+lacks torchrun's argument for signals, and the function that takes a group out of torch's tables.
 """
 
 
 def check_torch(version: str) -> None:
-    """Raises ConfigError if it is too old."""
+    """Raise ConfigError if ``version`` of torch is too old."""
     found = tuple(int(one) for one in re.findall(r"\d+", version)[:2])
     if found < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
@@ -40,7 +40,7 @@ def check_torch(version: str) -> None:
 
 
 def parse(argv: Sequence[str], prog: str) -> Any:
-    """Torchrun's arguments, and ours before the script; ends the process where there is one that it does not know."""
+    """Return torchrun's arguments, and ours before the script. Ends the process if there is an unknown one."""
     with signals.heeded_behind():
         from torch import __version__ as torch_version
         from torch.distributed.run import get_args_parser
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str], prog: str) -> Any:
 
 
 def _refuse(parser: Any, message: str) -> NoReturn:
-    """Raises ConfigError."""
+    """Refuse the arguments with ``message``, explained if an Odyssey flag stands before the script."""
     if "arguments: --odyssey" in message:
         message += (
             ": what is before the script is for the launcher, and Odyssey's flags come behind the script"
@@ -80,12 +80,12 @@ def _help(parser: Any) -> str:
 
 
 def _per_node(text: str) -> str:
-    """A number, or what torchrun counts."""
+    """Check ``text``: a number of ranks, or the kind of device that torchrun is to count."""
     return text if text in ("auto", "cpu", "gpu", "xpu") else str(_PER_NODE(text))
 
 
 def _redirects(text: str) -> str:
-    """Of ranks' outputs, as torchrun has it."""
+    """Check ``text``: which outputs of which ranks to redirect, in torchrun's notation."""
     if not re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text):
         raise argparse.ArgumentTypeError(
             f"0 to 3, or RANK:0 to 3 with commas between, is expected, found {text!r}"
@@ -103,11 +103,11 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "redirects": _redirects,
     "tee": _redirects,
 }
-"""Of torchrun's arguments, which it would not check, or with a traceback."""
+"""Checks for arguments that torchrun would not check itself, or would refuse with a traceback."""
 
 
 def number_of_nodes(args: Any) -> int:
-    """The number of nodes. Raises ConfigError for a range: membership starts complete."""
+    """Return the number of nodes. Raises ConfigError for a range, as a job starts with all of its nodes."""
     least, _, most = str(args.nnodes).partition(":")
     if most and most != least:
         raise ConfigError(
@@ -121,10 +121,10 @@ def number_of_nodes(args: Any) -> int:
 
 
 def meeting(args: Any, config: OdysseyConfig, *, nodes: int, token: str, hosts: bool = False) -> Meeting:
-    """Where the agents of a job meet. Raises ConfigError.
+    """Return where the agents of a job meet. Raises ConfigError.
 
     Args:
-        hosts: for ``odyssey host``, which is none of the nodes.
+        hosts: Whether this is ``odyssey host``, which hosts the job and is none of its nodes.
     """
     from odyssey_megatron.launch.admission import Meeting
 
@@ -157,19 +157,21 @@ def meeting(args: Any, config: OdysseyConfig, *, nodes: int, token: str, hosts: 
 
 
 def token(*, several: bool) -> str:
-    """The job's secret: who does not have it is not listened to. ``several``: machines take part."""
+    """Return the job's secret, without which no message is accepted; ``several`` says whether several machines take
+    part.
+    """
     secret = os.environ.get("ODYSSEY_TOKEN", "")
     if not secret and several:
         raise ConfigError(
             "a job of several machines needs a secret that its agents know each other by. Set the variable "
             'ODYSSEY_TOKEN to the same value on all of them, e.g. the output of "openssl rand -hex 16".'
         )
-    # One node has nobody to tell it to, and what was recorded in another job is worth nothing then.
+    # On one node no one else needs to know the secret. With a new one, messages of another job are worth nothing.
     return secret if several else secrets.token_hex(16)
 
 
 def on_signal(config: OdysseyConfig, nodes: int, script_args: Sequence[str]) -> str:
-    """What the first signal to this launcher begins. Raises ConfigError."""
+    """Return what the first signal to this launcher asks of the job. Raises ConfigError."""
     saves = any(one.partition("=")[0] == "--save" for one in script_args)
     how = config.on_sigterm if config.on_sigterm != "auto" else "save" if saves else "stop"
     if how == "leave" and nodes == 1:

@@ -1,4 +1,4 @@
-"""How often the ranks of a node have been started, and whether one that has ended may be once more."""
+"""How often the ranks of a node have been started, and whether one that has ended may be started once more."""
 
 from __future__ import annotations
 
@@ -8,78 +8,80 @@ from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_FENCED, EXI
 from odyssey_megatron.launch.signals import HANDLED
 
 _AFTER_S, _AT_MOST_S = 0.5, 8.0
-"""Before a rank is started again; twice as long after each short life, up to a limit."""
+"""Seconds before a rank is started again, which double with each short life in a row, up to a limit."""
 _SHORT_LIFE_S = 10.0
 ANEW = 3
-"""So often a rank is started anew before the job begins: what kills it each time is to be seen by the user."""
+"""The number of times a rank is started anew before the job begins; the user is to see what kills it each time."""
 _FINAL = (0, EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_UNSOUND)
-"""Exit codes of ranks that have finished, or that would end so again."""
+"""Exit codes of ranks that have finished, or that would end in the same way again."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """What has become of its processes."""
+    """The history of a rank's processes."""
 
     left: int
-    """So often it may be started again in a job that runs."""
+    """Number of times that it may still be started again in a running job."""
     starts: int = 0
-    """Processes after the first."""
+    """Number of processes after the first."""
     anew: int = 0
-    """Of those, how many the job has not missed the one before of."""
+    """Number of those that were started anew: the job has not missed the process before."""
     began_s: float | None = None
-    """Of its newest process; None: its first, which began before the agent looked."""
+    """When its newest process began; None: that is the first, which began before the agent looked."""
     short: int = 0
-    """Processes in a row that ended soon."""
+    """Number of processes in a row that ended soon."""
     is_unmissed: bool = False
-    """It has died and nobody has to hear of it."""
+    """Whether it has died and is to be started anew, so that its death need not be reported."""
 
 
 class Lives:
-    """Of one node. Times are the caller's, on one clock.
+    """The history of the ranks of one node. Times are the caller's, by one clock.
 
     Args:
-        limit: so often each rank may be started again in a job that runs.
-        anew_within_s: a process that was ended so soon may be started anew.
-        began_s: when the first processes began, about.
+        limit: The number of times that each rank may be started again in a running job.
+        anew_within_s: A process that was ended within this time may be started anew.
+        began_s: About when the first processes began.
     """
 
     def __init__(self, limit: int, anew_within_s: float, began_s: float):
         self._limit, self._anew_within_s, self._began_s = limit, anew_within_s, began_s
         self._ranks: dict[int, _Rank] = {}
         self._wrong: set[int] = set()
-        """Slots in which a rank's numbers were wrong."""
+        """Slots in which a rank has been left out for wrong numbers."""
 
     def _of(self, rank: int) -> _Rank:
         return self._ranks.setdefault(rank, _Rank(left=self._limit))
 
     def may_begin_anew(self, rank: int, code: int, now_s: float) -> bool:
-        """Whether ``rank``, which ended with ``code``, was killed early, and not too often: if the job has not missed
-        it by now, nobody has to hear of that.
+        """Whether ``rank``, which ended with ``code``, was killed early, and not too often.
+
+        Its end need not be reported then, if the job has not missed it by now.
         """
         one = self._of(rank)
-        # A script that joins no job would seem to be at its beginning for ever.
+        # The time is limited as a script that joins no job would seem to be at its beginning for ever.
         began_s = self._began_s if one.began_s is None else one.began_s
         return (
             code < 0 and -code not in HANDLED and one.anew < ANEW and now_s - began_s <= self._anew_within_s
         )
 
     def begin_anew(self, rank: int) -> int:
-        """It will; how often it has by then."""
+        """Note that ``rank`` is started anew; return the number of times it has been, with this one."""
         one = self._of(rank)
         one.anew, one.is_unmissed = one.anew + 1, True
         return one.anew
 
     def was_wrong_before(self, slot: int, code: int) -> bool:
-        """A rank in ``slot`` has been left out for wrong numbers for the second time."""
+        """Whether ``code`` says that a rank in ``slot`` has been left out for wrong numbers for the second time."""
         return code == EXIT_LEFT_OUT and slot in self._wrong
 
     def is_over(self, rank: int, code: int) -> bool:
-        """Whether ``rank``, which ended with ``code``, is neither started again nor lost."""
+        """Whether ``rank``, which ended with ``code``, is done: it is neither started again nor counts as lost."""
         return not self._of(rank).is_unmissed and (not self._limit or code in _FINAL)
 
     def next_in_s(self, rank: int, slot: int, code: int, now_s: float) -> float | None:
-        """In how many seconds ``rank``, which ended now in ``slot`` and is not over, is started again; None: it is lost
-        for good, since it has died too often, or its numbers were wrong twice.
+        """Return the seconds until ``rank``, which ended now in ``slot`` and is not over, is started again.
+
+        None: it is lost for good, since it has died too often, or its numbers were wrong twice.
         """
         one = self._of(rank)
         if one.is_unmissed:
@@ -88,21 +90,21 @@ class Lives:
         left = 0 if self.was_wrong_before(slot, code) else one.left
         if code == EXIT_LEFT_OUT:
             self._wrong.add(slot)
-        if left <= 0 and code != EXIT_FENCED:  # which says nothing against the rank itself
+        if left <= 0 and code != EXIT_FENCED:  # being fenced says nothing against the rank itself
             return None
         one.left = left - (code != EXIT_FENCED)
-        # What failed at once may well fail at once again.
+        # A process that failed at once may well do so again.
         soon = one.began_s is not None and now_s - one.began_s < _SHORT_LIFE_S
         one.short = one.short + 1 if soon else 0
         return float(min(_AT_MOST_S, _AFTER_S * 2**one.short))
 
     def moves(self, rank: int) -> None:
-        """It gets another GPU: what its processes died of counts no more."""
+        """Note that ``rank`` gets another GPU: the deaths of its processes before do not count any more."""
         one = self._of(rank)
         one.left, one.short = self._limit, 0
 
     def start(self, rank: int, now_s: float) -> tuple[int, int]:
-        """A process of it begins: its number, and how many of them the job has missed."""
+        """Note that a process of ``rank`` begins; return its number, and how many of the starts were not anew."""
         one = self._of(rank)
         one.starts, one.began_s = one.starts + 1, now_s
         return one.starts, one.starts - one.anew

@@ -1,4 +1,4 @@
-"""The rendezvous of a single node: nobody to meet, and a store that only this machine can reach.
+"""The rendezvous of a single node, with a store that only this machine can reach.
 
 torch's ``c10d`` rendezvous, which ``torchrun --standalone`` uses, listens on all interfaces.
 """
@@ -22,7 +22,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class LocalRendezvous(RendezvousHandler):
-    """One node, whose agent hosts the store on loopback."""
+    """A rendezvous of one node, whose agent hosts the store on loopback."""
 
     def __init__(self, run_id: str):
         self._run_id = run_id
@@ -66,7 +66,7 @@ class LocalRendezvous(RendezvousHandler):
 
 
 def register() -> None:
-    """Makes ``--rdzv-backend odyssey-local`` known to torch."""
+    """Register ``--rdzv-backend odyssey-local`` with torch."""
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         return LocalRendezvous(parameters.run_id)

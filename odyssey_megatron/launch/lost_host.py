@@ -1,7 +1,7 @@
-"""Noticing that the host at the other end of a connection is gone: its power, its network, or ours.
+"""Notices that the host at the other end of a connection is gone: it has lost power, or the network fails.
 
-Nothing arrives then that would end a wait. The kernel can be told to ask (TCP keepalive) and to give up; it answers for
-a process that is only stopped, so that a frozen peer is no lost one.
+Nothing arrives then that would end a wait. The kernel can be told to ask the other host (TCP keepalive) and to give up.
+A kernel also answers for a process that is only stopped, so that a frozen peer does not count as lost.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import os
 import socket
 from collections.abc import Iterator
 
-_ASK_EVERY_S = 1  # the smallest that the kernel takes
+_ASK_EVERY_S = 1  # the smallest value that the kernel accepts
 
 
 def give_up_after(connection: socket.socket, limit_s: float) -> None:
-    """Waits on ``connection`` fail once its other end's kernel has not answered for ``limit_s`` (whole seconds, up).
+    """Have waits on ``connection`` fail once the kernel at its other end has not answered for ``limit_s``.
 
-    Sockets accepted by a listening one inherit this.
+    The kernel rounds the time up to whole seconds. Sockets that a listening one accepts inherit this.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -29,7 +29,7 @@ def give_up_after(connection: socket.socket, limit_s: float) -> None:
 
 
 def connections_to(port: int) -> Iterator[socket.socket]:
-    """This process's connections to a server's ``port``: duplicates of their descriptors, to be used at once."""
+    """Yield this process's connections to a server's ``port``, as duplicates that are closed after each is used."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

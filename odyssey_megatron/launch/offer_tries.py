@@ -1,25 +1,27 @@
-"""When to offer again what came to nothing."""
+"""When to make an offer again after one has failed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _MAX_FAILED = 3
-"""So many in a row, and the next try is much later; the job goes on as it is until then."""
+"""After this number of failed offers in a row the next try is much later; until then the job goes on as it is."""
 _AGAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class OfferTries:
-    """Offers that failed, for whatever reason, of which some go by: a host that was overloaded."""
+    """Counts failed offers. Some reasons for them pass, such as an overloaded host, so that it is worth trying
+    again.
+    """
 
     failed: int = 0
-    """In a row."""
+    """Number of failed offers in a row."""
     again_s: float = 0.0
-    """Nothing is offered before."""
+    """The time before which nothing is offered."""
 
     def after_failure(self, now_s: float, *, for_now: bool = False) -> OfferTries:
-        """One more; ``for_now``: there is no use in trying at once."""
+        """Return the count after one more failure; with ``for_now`` there is no use in trying again at once."""
         failed = _MAX_FAILED if for_now else min(self.failed + 1, _MAX_FAILED)
         return OfferTries(failed, now_s + _AGAIN_S if failed == _MAX_FAILED else 0.0)
 

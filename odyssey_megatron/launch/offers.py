@@ -1,4 +1,4 @@
-"""Where a job goes between two steps: ranks that have joined get a place, layers move to where they are wanted."""
+"""Decides what a job is offered between two steps: ranks that have joined get a place, and layers move."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _MOVED = "the layers have moved"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The next plan, and what it was chosen from, where it was."""
+    """The next plan to offer, and the rows of the candidates it was chosen from, if there were any."""
 
     plan: Plan
     why: str
     rows: tuple[CandidateRow, ...] = ()
     leaving: frozenset[int] = frozenset()
-    """Workers that are to leave, and to come back: as whole cells, or as fresh processes."""
+    """Workers that are to leave and to come back, as whole or smaller cells or as fresh processes."""
     without: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of these, which come back without some of their ranks."""
+    """Leaving worker -> the ranks that its cell is to come back without, if any."""
 
 
 class Offers:
-    """Knows where a job is to go, and the next plan on the way there."""
+    """Keeps the target plan of a job, and works out the next plan on the way there."""
 
     def __init__(self, planner: Planner, rebalancing: Rebalancing, replacing: Replacing):
         self._planner, self._rebalancing, self._replacing = planner, rebalancing, replacing
@@ -46,17 +46,23 @@ class Offers:
         self._target: Callable[[], Plan] | None = None
         self._why = _MOVED
         self._anew = False
-        """The way there was cut off by a recovery that changes nothing."""
+        """Whether a recovery that kept the routes has cut off the way to the target, so that one is to be looked for
+        anew.
+        """
         self._stuck: tuple[object, ...] = ()
-        """Where no cell can leave that could be whole: the plan, who lives, who is fresh, and those cells."""
+        """A state in which cells that could be whole cannot leave: plan, living workers, fresh workers, and those
+        cells.
+        """
 
     def aim(self, target: Callable[[], Plan] | None, why: str = _MOVED) -> None:
-        """Sets where to go from the live plan. None: nowhere, it is the best."""
+        """Set the plan to go to from the live one. None: there is no better plan."""
         self._target, self._why, self._anew = target, why, False
 
     def recovered(self, decided: Decided, live: Plan | None) -> None:
-        """What is ``decided`` in a recovery. If it goes on as it was, though the job was on its way elsewhere, it is
-        to be looked for such a way anew: who has died may have had a part in the one before.
+        """Take over the target of what is ``decided`` in a recovery.
+
+        If the job keeps its routes without a target, though it was on its way elsewhere, a target is looked for anew:
+        the worker that has died may have had a part in the one before.
         """
         was_going = self._target is not None or self._anew
         stays = live is not None and decided.plan.layout.routes == live.layout.routes
@@ -66,7 +72,7 @@ class Offers:
     def following(
         self, job: JobState, diagnosis: Diagnosis | None, now_s: float
     ) -> tuple[JobState, Proposal | None]:
-        """The job with the speeds of its workers as they are known by now, and what to offer it, if anything is."""
+        """Return the job with the speeds of its workers as they are known by now, and what to offer it, if anything."""
         live = job.live_plan
         if live is None or not job.may_offer or job.tries.waits(now_s):
             return job, None
@@ -98,7 +104,7 @@ class Offers:
         return job, Proposal(plan=self._planner.towards(cluster, live, target), why=why, rows=rows)
 
     def _look_anew(self, cluster: ClusterState, live: Plan, now_s: float) -> tuple[CandidateRow, ...]:
-        """Aims at the best for the living workers; all that was considered."""
+        """Aim at the best plan for the living workers; return the rows of all candidates."""
         self._anew = False
         try:
             found = self._planner.rebalance(cluster, live, now_s, math.inf).decided
@@ -111,8 +117,10 @@ class Offers:
     def _entering(
         self, cluster: ClusterState, live: Plan, leaving: frozenset[int], whole_why: str, now_s: float
     ) -> Proposal | None:
-        """Fresh ranks get a place, and cells leave that can be whole: all at once, or one after the other. Those that
-        alone have some layers first give them away.
+        """Propose a plan in which fresh ranks get a place, and cells that can be whole leave.
+
+        The cells leave all at once if there is a plan for that, else one after the other. Cells that alone have some
+        layers first give these away.
         """
         failed = dict[str, None]()
         for group, gives in _ways(leaving, bool(cluster.fresh)):
@@ -138,7 +146,9 @@ class Offers:
     def _behind_steps(
         self, found: Decided | Leaving, cluster: ClusterState, live: Plan, why: str, then: str = _MOVED
     ) -> Proposal:
-        """Layers move first. ``then``: why what follows is offered."""
+        """Aim at the plan that is found, and propose the first one on the way there; ``then`` is the reason for the
+        next.
+        """
         self.aim(lambda: found.plan, then)
         plan = self._planner.towards(cluster, live, found.plan)
         return Proposal(plan=plan, why=why, rows=found.rows)
@@ -155,7 +165,7 @@ class Offers:
 
 
 def _ways(leaving: frozenset[int], has_fresh: bool) -> list[tuple[frozenset[int], bool]]:
-    """(Who leaves, and whether they first give away what they alone have), best first."""
+    """Return (workers that leave, whether they first give away layers that they alone have) pairs, best first."""
     groups = [leaving]
     if len(leaving) > 1:
         groups += [frozenset([one]) for one in sorted(leaving)]
@@ -172,7 +182,7 @@ def _why_entering(cluster: ClusterState, leaving: frozenset[int], whole_why: str
 
 
 def _named(diagnosis: Diagnosis | None) -> Named:
-    """Slow cells whose slow ranks are known."""
+    """Return the slow ranks of the slow cells for which they are known."""
     if diagnosis is None:
         return {}
     return {one.worker: one.ranks for one in diagnosis.verdicts if one.kind == SLOW_WORKER and one.ranks}

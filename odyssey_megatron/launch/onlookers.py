@@ -1,7 +1,7 @@
-"""The process beside the first agent that serves the job's page and its metrics, from the run folder alone.
+"""Starts the process beside the first agent that serves the job's page and metrics, from the run folder alone.
 
-A process of its own, so that nobody who looks takes time from the coordinator, or reaches it: it does not have the
-job's secret, but one that is made from it.
+It is a process of its own, so that viewers neither take time from the coordinator nor reach it. It does not have the
+job's secret, only one that is derived from it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ _ENDS_S = 1.0
 
 
 def page_token(secret: str) -> str:
-    """What is asked of those who look: the same in each job with ``secret``, from which nobody can tell that."""
+    """Return the token that viewers need: the same in each job with ``secret``, which cannot be told from it."""
     return hmac.new(secret.encode(), b"odyssey page", hashlib.sha256).hexdigest()[:32]
 
 
 class Onlookers:
-    """Listens at once, so that a port that is taken is known before anything is trained."""
+    """The process for viewers. Its ports are opened at once, so that a taken port is known before anything is
+    trained.
+    """
 
     def __init__(self, config: OdysseyConfig, secret: str):
-        """``secret``: the user's; "" if there is none. Raises ConfigError."""
+        """``secret`` is the user's; "" if there is none. Raises ConfigError."""
         self._run_dir, self._bind = Path(config.run_dir), config.page_bind
         self._token = "" if is_loopback(config.page_bind) else page_token(secret or secrets.token_hex(16))
         self._process: subprocess.Popen[bytes] | None = None
@@ -44,7 +46,7 @@ class Onlookers:
                 self._listening[what] = listen(config.page_bind, port, f"--odyssey-{what}-port")
 
     def start(self) -> None:
-        """With what it needs of this process's environment."""
+        """Start the process, with only what it needs of this process's environment."""
         if not self._listening:
             return
         command = [sys.executable, "-m", "odyssey_megatron", "top", str(self._run_dir), "--bind", self._bind]
@@ -60,7 +62,7 @@ class Onlookers:
                 stdin=subprocess.PIPE,
                 pass_fds=[one.fileno() for one in self._listening.values()],
                 env=kept | {"ODYSSEY_PAGE_TOKEN": self._token},
-                start_new_session=True,  # a Ctrl-C is for the job, which may go on for a while
+                start_new_session=True,  # Ctrl-C is for the job, which may go on for a while
             )
         except OSError as error:  # the job does not need it
             say(f"[odyssey] nobody can look at this job: its page cannot be started ({error}).")
@@ -68,7 +70,7 @@ class Onlookers:
             listening.close()
 
     def close(self) -> None:
-        """It ends as its stdin does; also if this process is killed."""
+        """End the process by closing its stdin, which also happens if this process is killed."""
         if self._process is None:
             return
         assert self._process.stdin is not None

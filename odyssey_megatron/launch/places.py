@@ -1,13 +1,13 @@
-"""Which rank of a node runs in which slot, and what is made of cells that have lost ranks for good.
+"""Which rank of a node runs in which slot, and what becomes of cells that have lost ranks for good.
 
-What is left of such a cell joins again as a smaller cell of as many ranks as divide a whole one, where the job allows
-that; what is over stands by: processes that join, and wait for the rest of their cell. With two broken cells on a node,
-one can be completed: its missing rank is started where a rank of the other stood by. For the job that is a rank that
-comes back; only the agent knows that it came back in another place. A smaller cell is the first ranks of its worker,
-whichever of them are lost: its processes start in the places of those that are left.
+The ranks left of such a cell join again as a smaller cell, whose number of ranks divides that of a whole cell, if the
+job allows that. The other ranks that are left stand by: their processes join, and wait for the rest of their cell. With
+two broken cells on a node, one can be completed: its missing rank is started in the slot of a rank of the other cell
+that stood by. For the job that rank has come back; only the agent knows that it is in another slot. A smaller cell
+always consists of the first ranks of its worker, whichever of them are lost: these start in the slots that are left.
 
-A cell with a slow rank may go on without it in the same way: nobody is lost then, and who is slow stands by as the last
-of the cell, in the place where it was slow.
+A cell with a slow rank may go on without it in the same way. No rank is lost then, and the slow slot is given to the
+last ranks of the cell, which stand by.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from odyssey_megatron.cluster.job import largest_cell
 def completed(
     slots: Mapping[int, int], lost: Sequence[int], cell_size: int, smaller: Mapping[int, int] = NO_SHAPES
 ) -> dict[int, int]:
-    """Missing rank -> the slot to start it in, so that one broken cell is whole again; empty where that cannot be.
+    """Return missing rank -> the slot to start it in, so that one broken cell is whole again; {} if that cannot be.
 
-    The cell that lacks fewest is completed, from those that lack most; what trains in a smaller cell stays there, and
-    of two that lack as many the one that trains not at all comes first.
+    The cell that lacks the fewest ranks is completed, from those that lack the most. Ranks that train in a smaller cell
+    stay there. Of two cells that lack equally many ranks, one that does not train comes first.
 
     Args:
-        slots: rank -> slot, of the ranks that have one.
-        lost: ranks that have none any more, and miss it.
-        cell_size: ranks of a cell.
-        smaller: worker -> places that each rank fills, of those that train as smaller cells.
+        slots: Rank -> slot, for the ranks that have one.
+        lost: The ranks that have lost their slot.
+        cell_size: The number of ranks of a whole cell.
+        smaller: Worker -> the number of places that each rank fills, for workers that train as smaller cells.
     """
     broken: dict[int, list[int]] = {}
     for rank in sorted(lost):
@@ -55,12 +55,15 @@ def completed(
 
 
 def shrunk(slots: Mapping[int, int], worker: int, sizes: Sequence[int]) -> tuple[int, dict[int, int]]:
-    """How many places of a whole cell each rank of ``worker`` fills with what is left of it, 0 if that is too little;
-    and which ranks start in the places of which others, so that the first ones are there.
+    """Return the smaller cell that the ranks left of ``worker`` can be, and which ranks have to move for it.
 
     Args:
-        slots: as in :func:`completed`.
+        slots: As in :func:`completed`.
         sizes: ``JobSpec.cell_sizes``.
+
+    Returns:
+        The number of places of a whole cell that each rank fills, 0 if too few ranks are left; and missing rank -> the
+        rank in whose slot it starts, so that the smaller cell consists of the first ranks.
     """
     cell_size = max(sizes)
     of_cell = numbers(worker, cell_size)
@@ -73,12 +76,12 @@ def shrunk(slots: Mapping[int, int], worker: int, sizes: Sequence[int]) -> tuple
 
 
 def numbers(worker: int, cell_size: int) -> range:
-    """The ranks of a worker's whole cell."""
+    """Return the ranks of a worker's whole cell."""
     return Cell(rank=worker * cell_size, size=cell_size).numbers(worker)
 
 
 class Move(NamedTuple):
-    """A rank that starts where another one was, which is lost in its stead."""
+    """A missing rank that starts in the slot of a spare one, which is lost in its stead."""
 
     missing: int
     spare: int
@@ -87,48 +90,52 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComesBack:
-    """As what a cell comes back that leaves between two steps."""
+    """How a cell that leaves between two steps is to come back."""
 
     generation: int
-    """That begins without it."""
+    """The generation that begins without it."""
     incarnations: tuple[int, ...]
-    """Of its ranks that leave: others are none of these."""
+    """Incarnations of its ranks that leave; this is not about other processes of the same ranks."""
     without: tuple[int, ...] = ()
-    """Ranks that stand by, while the others are a smaller cell; none: as it was before any stood by for being slow."""
+    """Slow ranks that the cell is to do without, as a smaller cell. Empty: none stands by any more for being slow."""
 
 
 class Places:
-    """Of one node.
+    """The slots of one node's ranks, and its broken and smaller cells.
 
     Args:
-        slots: rank -> its number on the node.
+        slots: Rank -> slot, i.e. its number on the node.
     """
 
     def __init__(self, slots: Mapping[int, int]):
         self._slots = dict(slots)
-        """Not of those that are lost for good."""
+        """Rank -> slot, without the ranks that are lost for good."""
         self._began_with = frozenset(slots)
         self._lost: list[int] = []
         self._smaller: dict[int, int] = {}
-        """Worker -> places of a whole cell that each of its ranks fills, of those that go on as smaller cells."""
+        """Worker -> number of places of a whole cell that each of its ranks fills, for those that go on as smaller
+        cells.
+        """
         self._aside: set[int] = set()
-        """Of these workers, those that have lost nobody: who was slow stands by."""
+        """The workers of these that have lost no rank, and go on without slow ranks, which stand by."""
 
     def slot(self, rank: int) -> int:
         return self._slots[rank]
 
     def lose(self, rank: int) -> None:
-        """Its GPU is lost for good, as far as this agent can tell."""
+        """Note that the GPU of ``rank`` is lost for good, as far as this agent can tell."""
         del self._slots[rank]
         self._lost.append(rank)
 
     def broken(self, cell_size: int) -> list[int]:
-        """Workers that have lost ranks."""
+        """Return the workers that have lost ranks."""
         return sorted({Cell(rank=one, size=cell_size).worker for one in self._lost})
 
     def complete(self, cell_size: int) -> tuple[list[Move], int | None]:
-        """Gives a broken cell what it lacks of another one, if that is enough: the moves, and its worker if it has been
-        a smaller cell.
+        """Give a broken cell the ranks that it lacks from others, if that makes it whole.
+
+        Returns:
+            The moves, and the worker of the cell if it has been a smaller cell.
         """
         found = completed(self._slots, self._lost, cell_size, self._smaller)
         ranks = {slot: rank for rank, slot in self._slots.items()}
@@ -139,18 +146,21 @@ class Places:
         return moves, grown
 
     def can_shrink(self, worker: int, sizes: Sequence[int]) -> int:
-        """How many places each rank of ``worker`` would fill with what is left of it, if it is to be another cell than
-        it is, or to have others of the ranks that are left; 0: it stays as it is. ``sizes``: ``JobSpec.cell_sizes``.
+        """Return how many places each rank left of ``worker`` would fill, if its cell has to change; 0 if not.
+
+        It has to change if it is to have another size, or ranks have to move. ``sizes`` are ``JobSpec.cell_sizes``.
         """
         each, moves = shrunk(self._slots, worker, sizes)
         return 0 if each == self._smaller.get(worker, 1) and not moves else each
 
     def living(self, worker: int, cell_size: int) -> list[int]:
-        """What is left of ``worker``."""
+        """Return the ranks that are left of ``worker``."""
         return [rank for rank in numbers(worker, cell_size) if rank in self._slots]
 
     def too_few(self, worker: int, sizes: Sequence[int]) -> bool:
-        """``worker`` has been a smaller cell, and what is left of it is none: it stands by from now on."""
+        """Whether ``worker`` was a smaller cell until now and has too few ranks left for any: it stands by from now
+        on.
+        """
         each, _ = shrunk(self._slots, worker, sizes)
         if each:
             return False
@@ -158,18 +168,22 @@ class Places:
         return self._smaller.pop(worker, 0) > 0
 
     def is_all_here(self, worker: int, cell_size: int) -> bool:
-        """The whole cell began on this node: agents of several know of their own ranks only."""
+        """Whether the whole cell began on this node; if it is spread over several, each agent knows only its own
+        ranks.
+        """
         return self._began_with.issuperset(numbers(worker, cell_size))
 
     def shrink(self, worker: int, sizes: Sequence[int]) -> list[Move]:
-        """What is left of ``worker`` goes on as a smaller cell."""
+        """Have what is left of ``worker`` go on as a smaller cell; return the moves for that."""
         each, moves = shrunk(self._slots, worker, sizes)
         self._smaller[worker] = each
         return [self._move(missing, spare) for missing, spare in moves.items()]
 
     def set_aside(self, worker: int, slow: Collection[int], sizes: Sequence[int]) -> int:
-        """``worker``, a whole cell, goes on as a smaller one without its ``slow`` ranks: who would be in it in one of
-        their places changes places with one that would not. Returns how many places each rank fills; 0: it stays whole.
+        """Have ``worker``, a whole cell, go on as a smaller one without its ``slow`` ranks.
+
+        A rank of the smaller cell that would be in a slow slot changes slots with one that stands by. Return the number
+        of places that each rank fills; 0 if the cell stays whole.
         """
         of_cell = numbers(worker, max(sizes))
         size = largest_cell(sizes, len(of_cell) - len(slow))
@@ -184,7 +198,7 @@ class Places:
         return each
 
     def take_back(self, worker: int, cell_size: int) -> bool:
-        """``worker`` is a whole cell again, if only slow ranks of it stood by; whether it is."""
+        """Make ``worker`` a whole cell again, if only slow ranks of it stood by; return whether it is whole now."""
         if worker not in self._aside or not self._has_all(worker, cell_size):
             return False
         self._aside.remove(worker)
@@ -201,10 +215,10 @@ class Places:
 
     @property
     def has_smaller(self) -> bool:
-        """Some cell goes on as a smaller one."""
+        """Whether any cell goes on as a smaller one."""
         return bool(self._smaller)
 
     def filled(self, rank: int, cell_size: int) -> int:
-        """Places of a whole cell that a new process of ``rank`` fills: one where it stands by."""
+        """Return the number of places of a whole cell that a new process of ``rank`` fills: 1 if it stands by."""
         each = self._smaller.get(rank // cell_size, 1)
         return each if rank % cell_size < cell_size // each else 1

@@ -1,4 +1,4 @@
-"""What the coordinator asks when it needs a plan."""
+"""The interface through which the coordinator gets plans."""
 
 from __future__ import annotations
 
@@ -17,72 +17,76 @@ class Planner(Protocol):
     """The decisions of one job."""
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
-        """The plan without failures. Raises ConfigError or PlanInfeasible."""
+        """Return the plan without failures. Raises ConfigError or PlanInfeasible."""
         ...
 
     def learn(
         self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float
     ) -> Diagnosis | None:
-        """Takes in what the ranks have measured.
+        """Take in what the ranks have measured.
 
-        It may run beside decisions in another thread: they go by what was rehearsed last.
+        This may run beside decisions in another thread: they go by what was rehearsed last.
 
         Args:
-            current: the plan that the job trains with.
-            observations: as the ranks published them; "" where nothing yet.
+            current: The plan that the job trains with.
+            observations: What each rank has published; "" if nothing yet.
 
         Returns:
-            Who is slow by what is known now, and why.
+            Which workers and links are slow by what is known now, and why.
         """
         ...
 
     def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
-        """Works out what the next decisions will look up, by what was learned last. Takes as long as it takes, beside
-        them and :meth:`learn` in a thread of its own.
+        """Work out what the next decisions will look up, by what was learned last.
+
+        This may take long, and runs in a thread of its own beside decisions and :meth:`learn`.
         """
         ...
 
     def adopt(self, observations: Sequence[str]) -> None:
-        """Takes in what the ranks have measured, and no more than that."""
+        """Have decisions go by what the ranks have measured, without rehearsing or diagnosing anything."""
         ...
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
-        """The plan for the living workers.
+        """Return the plan for the living workers.
 
         Raises:
-            LayersLost: some layer has no living holder.
-            PlanInfeasible: no candidate fits.
+            LayersLost: Some layer has no living holder.
+            PlanInfeasible: No candidate fits.
         """
         ...
 
     def rebalance(
         self, state: ClusterState, current: Plan, now_s: float, lasts_s: float, *, anew: bool = False
     ) -> Rebalanced:
-        """The plan for the speeds that ``state`` has, which are expected to stay for ``lasts_s``.
+        """Return the plan for the speeds in ``state``, which are expected to last for ``lasts_s`` seconds.
 
         Args:
-            anew: nobody is slow, and none is better for having been the first plan.
+            anew: Plan without preferring the layout that the job began with.
 
         Raises:
-            PlanInfeasible: no candidate fits.
+            PlanInfeasible: No candidate fits.
         """
         ...
 
     def step_s(self, state: ClusterState, plan: Plan) -> float:
-        """What a step of ``plan`` takes, simulated, with the speeds and links that ``state`` has. Raises
+        """Return the simulated seconds of a step of ``plan`` with the speeds and links in ``state``. Raises
         PlanInfeasible.
         """
         ...
 
     def slowed_s(self, state: ClusterState, live: Plan, whole: Collection[int] = ()) -> tuple[float, float]:
-        """The step of ``live``, as above, and as it would be if nobody were slow, and the cells ``whole``."""
+        """Return the step time of ``live``, and the one that the job would have if no worker were slow.
+
+        The cells of the workers in ``whole`` are taken to be whole for the second.
+        """
         ...
 
     def smaller(
         self, state: ClusterState, live: Plan, worker: int, without: Sequence[int], now_s: float
     ) -> Smaller:
-        """What a slow cell would be that goes on ``without`` some of its ranks. Raises PlanInfeasible, also where it
-        cannot be smaller.
+        """Return what the slow cell of ``worker`` would be ``without`` some of its ranks. Raises PlanInfeasible, also
+        if the cell cannot be smaller.
         """
         ...
 
@@ -94,27 +98,30 @@ class Planner(Protocol):
         now_s: float,
         whole: Collection[int] = (),
     ) -> WithoutThem:
-        """What the job does while slow ``workers`` are replaced, and what that costs, with the risk that it takes
-        meanwhile. ``whole``: as above. Raises PlanInfeasible.
+        """Return what the job does while slow ``workers`` are replaced, and what that costs, the risk that it takes
+        meanwhile included. ``whole`` is as in :meth:`slowed_s`. Raises PlanInfeasible.
         """
         ...
 
     def freeing(self, state: ClusterState, live: Plan, workers: Collection[int], now_s: float) -> Decided:
-        """A plan that can go on without ``workers``, who live, and alone have some layers by now: others take these
-        over from them. Raises PlanInfeasible.
+        """Return a plan in which others take over the layers that only ``workers`` have, which live and are to leave.
+        Raises PlanInfeasible.
         """
         ...
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
-        """The next plan on the way to ``target``: that, or one behind whose steps its layers move."""
+        """Return the next plan on the way to ``target``: ``target`` itself, or a plan behind whose steps its layers
+        move.
+        """
         ...
 
     def keep(self) -> None:
-        """Writes down what was learned by now, if that is new: for ``--odyssey-profile`` of the next job, and ``odyssey
-        plan``, however this one ends.
+        """Save what was learned by now, if it is new, so that it is there however this job ends.
+
+        It is for ``--odyssey-profile`` of the next job, and for ``odyssey plan``.
         """
         ...
 
     def finish(self, observations: Sequence[str]) -> None:
-        """The same, at the end of a job that has finished."""
+        """Save what the ranks have measured, at the end of a job that has finished."""
         ...

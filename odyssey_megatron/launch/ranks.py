@@ -1,4 +1,4 @@
-"""The ranks of one node, as its agent sees them: who has ended, who is silent, who is to be started again."""
+"""The ranks of one node, as its agent sees them: which have ended, are silent, or are to be started again."""
 
 from __future__ import annotations
 
@@ -29,33 +29,36 @@ _KILLED_WITHIN_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class _Process:
-    """Of one rank, from its start to its end."""
+    """One process of a rank, from its start to its end."""
 
     rank: int
     slot: int
-    """Its number on this node, by which it beats."""
+    """Number of the rank on this node; it writes its heartbeat in this slot."""
     handle: Any
-    """A ``subprocess.Popen``, or what stands for one."""
+    """A ``subprocess.Popen``, or an object with the same methods."""
     incarnation: int
     is_guarded: bool = False
-    """A thread waits at its lifeline."""
+    """Whether a thread waits at its lifeline."""
     fenced_s: float | None = None
-    """When it had been silent for too long."""
+    """When it was found to have been silent for too long; None: it has not been."""
     is_reported: bool = False
-    """The coordinator has been told of its end, or need not be."""
+    """Whether the coordinator has been told of its end, or need not be."""
 
     def signal(self, number: signal.Signals) -> None:
-        """It, and its own children (data loaders): they are in its session, known by its pid until it is reaped."""
+        """Send ``number`` to the process and its children (data loaders), which are in its session.
+
+        The session is known by the pid until the process is reaped.
+        """
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.handle.pid, number)
 
 
 class Fence:
-    """Which ranks have been silent for too long.
+    """Deals with ranks that have been silent for too long.
 
     Args:
-        hang_s: how long that is.
-        kills: such a rank is killed; else that is only said.
+        hang_s: The longest silence, in seconds.
+        kills: Whether such a rank is killed; otherwise it is only reported.
     """
 
     def __init__(self, hang_s: float, *, kills: bool):
@@ -63,7 +66,7 @@ class Fence:
         self._awake = Awake(hang_s)
 
     def watched_s(self, now_s: float) -> float:
-        """For so long this process has looked without a gap. Call it with each look."""
+        """Return how long this process has looked without a gap. To be called with each look."""
         return now_s - self._awake.since_s(now_s)
 
     def shut(self, process: _Process, now_s: float) -> None:
@@ -75,19 +78,19 @@ class Fence:
 
 
 class _Endings:
-    """Ends that threads have seen at lifelines, for a poll to wake up from."""
+    """The ends of processes that threads have seen at lifelines; ``fd`` wakes up a poll when there are any."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._seen: queue.SimpleQueue[tuple[_Process, int]] = queue.SimpleQueue()
 
     def put(self, process: _Process, code: int) -> None:
-        """Any thread. ``code``: what it has ended with."""
+        """Add the end of ``process`` with exit code ``code``. May be called by any thread."""
         self._seen.put((process, code))
         os.eventfd_write(self.fd, 1)
 
     def take(self) -> list[tuple[_Process, int]]:
-        """All since the last time."""
+        """Return all ends since the last call."""
         os.eventfd_read(self.fd)
         found = []
         while not self._seen.empty():
@@ -96,7 +99,7 @@ class _Endings:
 
 
 class Ranks:
-    """The processes of this node. All methods are for one thread."""
+    """The processes of this node's ranks. All methods are to be called by one thread."""
 
     def __init__(
         self,
@@ -106,11 +109,11 @@ class Ranks:
         fence: Fence,
         respawn: Respawn | None,
     ):
-        """``respawn``: starts ranks again; None: nobody does."""
+        """``respawn`` starts ranks again; None: ranks that have ended are not started again."""
         self._control, self._board, self._fence, self._respawn = control, board, fence, respawn
         self.signals = signals
         self._living: dict[int, _Process] = {}
-        """By pidfd."""
+        """The living processes, by pidfd."""
         self._endings = _Endings()
         self._poll = select.poll()
         self._poll.register(self._endings.fd, select.POLLIN)
@@ -118,30 +121,30 @@ class Ranks:
 
     @property
     def listen(self) -> bool:
-        """Whether there are ranks, and any of them has joined the job: else nobody reads what is asked of it."""
+        """Whether any living rank has joined the job: otherwise no rank reads what it is asked."""
         return any(self._board.has_begun(one.slot) and not one.is_reported for one in self._living.values())
 
     def ask(self, what: Ask) -> None:
-        """Of all ranks; none is started again."""
+        """Ask ``what`` of all ranks; none is started again from now on."""
         self._board.ask(what)
         self._respawn = None
 
     def give_up(self) -> None:
-        """Reports all of them as dead, who are to be killed."""
+        """Report all living ranks as dead, as they are about to be killed."""
         for one in self._living.values():
             self._report(one, -signal.SIGKILL)
 
     def add(self, rank: int, slot: int, handle: Any, incarnation: int) -> None:
-        """The process ``handle`` runs as ``rank``, and beats in ``slot``."""
+        """Look after the process ``handle``, which runs as ``rank`` and has its heartbeat in ``slot``."""
         fd = os.pidfd_open(handle.pid)
         self._living[fd] = _Process(rank=rank, slot=slot, handle=handle, incarnation=incarnation)
         self._poll.register(fd, select.POLLIN)
 
     def watch(self, verdict: VerdictWatch, heed: Callable[[], None]) -> None:
-        """Reports deaths and fences the silent until the verdict is there. Raises ControlPlaneLost.
+        """Report deaths and fence silent ranks until the verdict is there. Raises ControlPlaneLost.
 
         Args:
-            heed: is called several times a second, for signals to this process.
+            heed: Called several times a second, to handle signals to this process.
         """
         self._poll.register(verdict.fd, select.POLLIN)
         tick_ms = max(1, int(min(self._fence.hang_s / 10, 0.2) * 1e3))
@@ -154,23 +157,23 @@ class Ranks:
         self._poll.unregister(verdict.fd)
 
     def drain(self, limit_s: float) -> None:
-        """Waits until all have ended, at most ``limit_s``, or until a signal comes."""
+        """Wait until all ranks have ended, a signal comes or ``limit_s`` is over."""
         ends_s = time.monotonic() + limit_s
         while self._living and not self.signals.pending and (left_s := ends_s - time.monotonic()) > 0:
             self._reap(int(left_s * 1e3) + 1, report=False)
 
     def end(self, limit_s: float) -> None:
-        """Ends those that still run: politely, for at most ``limit_s``."""
-        self._board.ask(Ask.NOTHING)  # or SIGTERM would be left to this agent
+        """End the ranks that still run: by SIGTERM, and by SIGKILL after ``limit_s``."""
+        self._board.ask(Ask.NOTHING)  # otherwise ranks would leave SIGTERM to this agent
         for number in (signal.SIGTERM, signal.SIGKILL):
             for one in self._living.values():
                 one.signal(number)
-                one.signal(signal.SIGCONT)  # one that is stopped hears nothing
+                one.signal(signal.SIGCONT)  # a stopped process handles no SIGTERM
             self.drain(limit_s if number == signal.SIGTERM else _KILLED_WITHIN_S)
             self.signals.take()
 
     def _reap(self, timeout_ms: int, *, report: bool) -> None:
-        """Waits for ends, at most so long; ``report``: the coordinator hears of them."""
+        """Wait for ends for at most ``timeout_ms``; with ``report`` the coordinator is told of them."""
         for fd, _ in self._poll.poll(timeout_ms):
             if fd == self._endings.fd:
                 for process, code in self._endings.take():
@@ -196,7 +199,7 @@ class Ranks:
                 one.signal(signal.SIGKILL)
 
     def _start_due(self) -> None:
-        """Processes in the place of those that have died."""
+        """Start the processes that are due in the place of dead ones."""
         if self._respawn is None:
             return
         for rank, slot in self._respawn.due(time.monotonic()):
@@ -214,7 +217,7 @@ class Ranks:
             self._control.send(died)
 
     def _guard_begun(self) -> None:
-        """A thread on the lifeline of each rank that has one by now."""
+        """Start a thread at the lifeline of each rank that has taken its lifeline by now."""
         for one in self._living.values():
             if not one.is_guarded and self._board.has_begun(one.slot):
                 one.is_guarded = True
@@ -224,7 +227,7 @@ class Ranks:
     def _await_end(self, process: _Process) -> None:
         self._board.await_end(process.slot)
         code = exit_code(process.handle.pid)
-        if code is not None:  # else its pidfd will tell
+        if code is not None:  # otherwise its pidfd will report the end
             self._endings.put(process, code)
 
     def _fence_silent(self) -> None:
@@ -235,5 +238,5 @@ class Ranks:
             if one.fenced_s is None and silent_s > self._fence.hang_s:
                 self._fence.shut(one, now_s)
             elif self._fence.kills and one.fenced_s is not None and now_s - one.fenced_s > _KILLED_WITHIN_S:
-                # In a call to the kernel that no signal ends. It will do nothing more, and the others need not wait.
+                # It is in a system call that no signal ends. It will do nothing more, so the others need not wait.
                 self._report(one, -signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the coordinator does about slow workers and links: it knows them, and changes the plan where that pays."""
+"""What the coordinator does about slow workers and links: it keeps track of them, and changes the plan if that pays."""
 
 from __future__ import annotations
 
@@ -25,24 +25,30 @@ _log = logging.getLogger(__name__)
 
 _WORTH_A_LINE = 0.02
 _AT_MOST_EVERY_S, _AT_LEAST_EVERY_S = 5.0, 300.0
-"""Of how slow each worker is: written when one has moved by so much, and not too often."""
+"""Limits of the time between two lines in the journal that say how slow each worker is. The first is for lines about a
+factor that has moved by ``_WORTH_A_LINE``; after the second a line comes in any case.
+"""
 _EACH_EVERY_S = 0.05
-"""So much longer for each worker: of hundreds some always have, and a line has them all."""
+"""Seconds per worker that ``_AT_MOST_EVERY_S`` grows to: of hundreds some always move, and a line contains them all."""
 _LEAST_GAIN = 0.03
-"""Of the step: what is won by less may be noise."""
+"""The least gain in step time for which the plan changes: a smaller one may be noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Better:
-    """Where to go, between two steps, and why."""
+    """A better plan to go to between two steps, and why."""
 
     decided: Decided
     why: str
 
 
 class Rebalancing:
-    """Looks at each diagnosis once. ``acts``: plans change; otherwise it is only said what that would gain. ``seeks``:
-    the job began with the best layout by estimated costs, and moves to a better one, if there is one, by measured ones.
+    """Looks at each diagnosis once, and proposes a better plan for what it says.
+
+    Args:
+        acts: Whether plans change; otherwise the user is only told what that would gain.
+        seeks: Whether the job began with the best layout by estimated costs, and is to move to a better one, if there
+            is one, by measured costs.
     """
 
     def __init__(
@@ -62,7 +68,9 @@ class Rebalancing:
         self._links, self._sums = SlowWays(self._told), SlowWays(self._told)
         self._said: set[tuple[str, tuple[int, int], int, tuple[int, ...]]] = set()
         self._unseen: dict[str, int] = {}
-        """What is nobody's, and not over -> in so many of the newest measured steps it was not seen."""
+        """Kind of a finding that is about no worker or node, and is not over -> the number of measured steps since it
+        was seen.
+        """
         self._newest = -1
         self._written: dict[int, float] = {}
         self._written_s = -math.inf
@@ -70,7 +78,7 @@ class Rebalancing:
     def look(
         self, diagnosis: Diagnosis | None, state: ClusterState, live: Plan, now_s: float
     ) -> tuple[ClusterState, Better | None]:
-        """``state`` with the speeds that decisions are to go by; and a better plan than ``live``, if there is one to go
+        """Return ``state`` with the speeds that decisions go by, and a better plan than ``live``, if there is one to go
         to.
         """
         if diagnosis is None or diagnosis is self._seen:
@@ -95,8 +103,11 @@ class Rebalancing:
         return (state, better) if self._acts else (before, None)
 
     def _is_to_seek(self, diagnosis: Diagnosis, state: ClusterState) -> bool:
-        """Once, as soon as costs are measured and nobody is slow or dead; once more when all are back. Chips are not
-        alike: of hundreds of workers one always takes a little longer.
+        """Whether to look now for a better layout by measured costs.
+
+        That is done once, as soon as costs are measured and no worker is slow or dead, and once more each time all are
+        back. A worker counts as slow here from ``LEAST_SLOWNESS`` on: chips are not alike, and of hundreds of workers
+        one always takes a little longer.
         """
         is_any_slow = any(1 / speed >= LEAST_SLOWNESS for speed in diagnosis.slow.values())
         if not self._is_back(state) or is_any_slow or diagnosis.links.slow:
@@ -117,7 +128,13 @@ class Rebalancing:
         is_new: bool,
         acts: bool = False,
     ) -> Better | None:
-        """``is_new``: some worker has another speed than before; ``acts``: in any case."""
+        """Return the best plan for ``state`` if it is better than ``live``; else tell the user that the plan stays.
+
+        Args:
+            why: What has changed, for the user.
+            is_new: Whether speeds have changed since the last look.
+            acts: Act even if ``Rebalancing`` otherwise only says what acting would gain.
+        """
         known = (self._workers, self._links, self._sums)
         ages_s = [now_s - since_s for slow in known for since_s in slow.began_s.values()]
         mean_s = COMPUTE_S if self._workers.speeds else LINK_S
@@ -128,7 +145,7 @@ class Rebalancing:
             _log.warning("no plan for the speeds of now: %s", error)
             return None
         is_back = is_new and self._is_back(state)
-        if is_back:  # so that a heavy stage is looked at once more
+        if is_back:  # so that an uneven stage is reported once more
             self._said = {said for said in self._said if said[0] != UNEVEN_STAGE}
         if found.decided.plan.layout == live.layout or (found.gain < _LEAST_GAIN and not is_back):
             self._told.say(f"[odyssey] {why}: the plan stays, as no other is {_LEAST_GAIN:.0%} faster")
@@ -142,13 +159,17 @@ class Rebalancing:
 
     @staticmethod
     def _is_back(state: ClusterState) -> bool:
-        """Nobody is slow or dead any more: the first plan is as good as any, and the one that the user has chosen."""
+        """Whether no worker is slow or dead any more: then the first plan is as good as any, and the user has chosen
+        it.
+        """
         whole = all(worker.alive and worker.pace == 1.0 for worker in state.workers)
         return whole and not state.slow_links and not state.slow_sums
 
     def _note_others(self, diagnosis: Diagnosis, live: Plan, state: ClusterState) -> list[str]:
-        """Each once for those who live: nobody is to be told all the time of what does not change. What layers could be
-        moved for.
+        """Report findings about nodes and stages; print each only once as long as the same workers live.
+
+        Returns:
+            The new findings for which layers could be moved.
         """
         nodes = {worker.worker: worker.node for worker in state.workers if worker.alive}
         found, together = list[str](), slow_nodes(self._workers.speeds, nodes)
@@ -174,8 +195,9 @@ class Rebalancing:
         return found
 
     def _note_over(self, diagnosis: Diagnosis) -> None:
-        """What is nobody's, as an uneven stage, and was not seen for a while: whoever looks on is to see it no more. It
-        may come and go, which is said to nobody else.
+        """Note that findings about no worker or node, as an uneven stage, are over if they were not seen for a while.
+
+        Live views then stop showing them. They may come and go, so this is not printed.
         """
         if diagnosis.newest > self._newest:
             self._newest, seen = diagnosis.newest, {one.kind for one in diagnosis.verdicts}
@@ -185,7 +207,7 @@ class Rebalancing:
             self._told.event(kind, [], 1.0, "the last measured steps do not show it any more", echo=False)
 
     def _note_measured(self, diagnosis: Diagnosis, now_s: float) -> None:
-        """For those who look on, as often as it changes."""
+        """Write the measured factors and costs to the journal, for live views, as they change."""
         factors = {worker: round(factor, 3) for worker, factor in diagnosis.factors.items()}
         known = self._written
         moved = factors.keys() != known.keys() or any(

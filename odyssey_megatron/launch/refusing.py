@@ -1,4 +1,4 @@
-"""What ranks refuse alike before they have joined the job is said once."""
+"""Prints an error that all ranks have before they join the job only once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from odyssey_megatron.launch import environment
 
 
 def say(why: str) -> None:
-    """``why`` this process ends with EXIT_BAD_INPUT: the launcher prints it for the first rank that says so. A process
-    that is no rank, or would join a job that runs, says it itself.
+    """Report ``why`` this process ends with EXIT_BAD_INPUT. The launcher prints it for the first rank that reports one.
+
+    A process that is no rank, or would join a running job, prints it itself.
     """
     if not _posted(why):
         sys.stderr.write(f"error: {why}\n")
@@ -20,7 +21,7 @@ def say(why: str) -> None:
 def _posted(why: str) -> bool:
     if os.environ.get("ODYSSEY_INCARNATION", "0") != "0":
         return False
-    from odyssey_megatron.launch import control as keys  # which needs torch, as a launcher's rank has it
+    from odyssey_megatron.launch import control as keys  # it needs torch, which a rank of a launcher has
 
     try:
         env = environment.of_rank()

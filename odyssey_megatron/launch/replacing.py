@@ -1,5 +1,6 @@
-"""When a slow worker leaves, for fresh processes to take its place, or, of a cell, to come back without its slow ranks:
-once its slowness has cost as much as that does.
+"""Decides when a slow worker leaves: once its slowness has cost as much training as leaving and coming back does.
+
+Fresh processes then take its place, or its cell comes back without its slow ranks.
 """
 
 from __future__ import annotations
@@ -29,43 +30,46 @@ _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 LONGEST_S = 30.0
-"""Between two looks, of what counts: for longer the coordinator was busy with other things, or asleep."""
+"""The most time between two looks that counts: beyond it the coordinator was busy with other things, or asleep."""
 _LEAST_LOST = 0.03
-"""Share of the training: for less nobody leaves, however long it lasts."""
+"""Share of the training that slowness has to cost; for less no worker leaves, however long it lasts."""
 NOT_OFTENER = 2.0
-"""So many times as much must slowness have cost after each replacement that was slow as well: the fault lies deeper."""
+"""After each replacement that was slow as well, slowness has to cost this many times as much: the fault lies deeper."""
 _LEAST_GAIN = 0.03
-"""Of the step: what a cell without its slow ranks wins less by is not worth it."""
+"""The least gain in step time for which a cell goes on without its slow ranks."""
 
 Named = Mapping[int, tuple[int, ...]]
-"""Slow cell -> its ranks that the others wait for."""
+"""Worker of a slow cell -> the ranks of it that the others wait for."""
 NOBODY: Named = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class _Account:
-    """Of a worker that is slow, or was."""
+    """The account of a worker that is slow, or was: what its slowness has cost."""
 
     incarnations: tuple[int, ...]
-    """Of its ranks, for whose processes this holds."""
+    """Incarnations of its ranks: the account holds for these processes."""
     cost_s: float = 0.0
-    """Of training, that all slowness has cost while it was slow, since its processes began."""
+    """Seconds of training that all slowness has cost while this worker was slow, since its processes began."""
     lost: float = 0.0
-    """Share of the training, by now."""
+    """Share of the training that slowness costs now; 0.0 if this worker is not slow."""
     offered: bool = False
+    """Whether it is on offer that this worker leaves."""
     named: tuple[int, ...] = ()
-    """Of a cell, the ranks that it is slow by, where that has been found."""
+    """The ranks that make its cell slow, if they are known."""
     without: tuple[int, ...] = ()
-    """Of these, those that are offered to be done without."""
+    """The ranks of these that its cell is to come back without, by the offer."""
     said: set[str] = field(default_factory=set)
-    """Why it stays."""
+    """Kinds of reasons for which it stays that the user has been told."""
     priced: tuple[Plan | None, float] = (None, -math.inf)
-    """The plan, and what this had cost, when the price was worked out last."""
+    """The plan, and the value of ``cost_s``, when the price was last worked out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """Who leaves for good, with what the others do meanwhile; or, ``gives_first``, before."""
+    """A worker that is to leave, and the plan for the others meanwhile; or, with ``gives_first``, for the time
+    before.
+    """
 
     worker: int
     plan: Plan
@@ -74,16 +78,16 @@ class Leaving:
     without: tuple[int, ...] = ()
     """Ranks of its cell that do not come back with it."""
     gives_first: bool = False
-    """See ``WithoutThem``: nobody leaves yet."""
+    """See ``WithoutThem``: the worker does not leave yet."""
 
 
 @dataclass(slots=True)
 class Replacing:
-    """Keeps account of what each slow worker has cost.
+    """Keeps account of what each slow worker has cost, and decides which one leaves.
 
     Args:
-        acts: workers leave; otherwise nothing is done.
-        restarts: whoever leaves is started again (``--odyssey-respawn``).
+        acts: Whether workers leave; otherwise nothing is done.
+        restarts: Whether a worker that leaves is started again (``--odyssey-respawn``).
     """
 
     planner: Planner
@@ -93,15 +97,17 @@ class Replacing:
     restarts: bool
     _accounts: dict[int, _Account] = field(default_factory=dict)
     _times: dict[int, int] = field(default_factory=dict)
-    """Worker -> how often it has been replaced."""
+    """Worker -> the number of times it has been replaced, or has come back without ranks."""
     _looked_s: float = -math.inf
     _known: tuple[Plan | None, tuple[float, ...]] = (None, ())
-    """Plan and speeds that shares were worked out for."""
+    """The plan and the speeds for which ``_Account.lost`` was worked out."""
     _away_until_s: dict[int, float] = field(default_factory=dict)
-    """Worker that has left -> when it is not waited for any more."""
+    """Worker that has left, or was asked to -> the time from which it is not waited for any more."""
 
     def look(self, state: ClusterState, live: Plan, now_s: float, named: Named = NOBODY) -> Leaving | None:
-        """Who is to leave behind the step at hand. ``state``: with speeds as they are known."""
+        """Return the worker that is to leave after the step at hand, if any. ``state`` has the speeds as they are
+        known.
+        """
         since_s = now_s - self._looked_s
         if not self.acts or since_s < _EVERY_S:
             return None
@@ -118,7 +124,7 @@ class Replacing:
             account = self._accounts[worker]
             account.named = named.get(worker, account.named)
         if any(now_s < until_s for until_s in self._away_until_s.values()):
-            return None  # one after the other
+            return None  # workers leave one after the other
         for worker in sorted(slow, key=lambda one: state.workers[one].speed):
             if found := self._judged(worker, state, live, now_s):
                 return found
@@ -127,8 +133,9 @@ class Replacing:
     def row(
         self, state: ClusterState, live: Plan, now_s: float, named: Named = NOBODY
     ) -> tuple[CandidateRow, ...]:
-        """For the table of another decision: what the replacement of who costs most would cost, and gain, and what his
-        cell without its slow ranks would.
+        """Return rows for the table of another decision: what it would cost and gain to replace the slowest worker.
+
+        A second row, if its slow ranks are known, is about its cell going on without them.
         """
         slow = [one.worker for one in state.workers if one.alive and one.speed < 1.0]
         if not (self.acts and self.restarts and slow):
@@ -148,7 +155,7 @@ class Replacing:
         return tuple(rows)
 
     def _note_gone(self, state: ClusterState) -> None:
-        """Of whom other processes are there, or none, the account is closed."""
+        """Close the accounts of workers that are gone, or that have other processes by now."""
         incarnations = dict(state.incarnations)
         for worker, account in list(self._accounts.items()):
             one = state.workers[worker]
@@ -162,7 +169,7 @@ class Replacing:
                 self.journal.event(name, echo=True, slow_ranks=list(ranks), cost_s=account.cost_s)
 
     def _share(self, state: ClusterState, live: Plan, slow: list[int]) -> None:
-        """Works out what slowness costs by now; for the same plan and speeds that is the same."""
+        """Work out what share of training slowness costs now, unless plan and speeds are the same as before."""
         speeds, incarnations = tuple(one.speed for one in state.workers), dict(state.incarnations)
         if self._known[0] is live and self._known[1] == speeds:
             return
@@ -213,7 +220,7 @@ class Replacing:
     def _without(
         self, worker: int, account: _Account, found: WithoutThem, smaller: Smaller, now_s: float
     ) -> Leaving | None:
-        """Its cell goes on without its slow ranks, once that would have saved what it costs."""
+        """Have its cell go on without its slow ranks, once that would have saved what it costs."""
         if smaller.saved_s(found.price, account.cost_s) < found.price.seconds:
             return None
         why = (
@@ -251,7 +258,7 @@ class Replacing:
     def _smaller(
         self, worker: int, named: tuple[int, ...], state: ClusterState, live: Plan, now_s: float
     ) -> Smaller | str:
-        """Its cell without the ranks that it is slow by, or why that cannot be; empty where there is no such rank."""
+        """Return its cell without the ranks that make it slow, or why that cannot be; "" if no such ranks are known."""
         if not named or not set(named) < set(state.workers[worker].ranks):
             return ""
         try:

@@ -1,10 +1,10 @@
-"""Dead ranks of a node that are started again: anew if the job has not begun, else they join it.
+"""Starts dead ranks of a node again: anew if the job has not begun; otherwise they join it.
 
-A rank that is killed before it has met any other, and before there is a plan, is missed by nobody: it is started once
-more in its own place, with ``--odyssey-respawn`` or without. The others wait for all ranks then, and go on waiting.
+A rank that is killed before it has met any other, and before there is a plan, is not missed by the others, who still
+wait for all ranks. It is started anew in its own place, with or without ``--odyssey-respawn``.
 
-A rank that has used up its starts (``lives.py``) is lost for good, and with it its GPU as far as this agent can tell:
-see ``places.py``.
+A rank that has used up its starts (``lives.py``) is lost for good, and so is its GPU as far as this agent can tell; see
+``places.py``.
 """
 
 from __future__ import annotations
@@ -34,26 +34,28 @@ from odyssey_megatron.metrics.outlet import say
 
 
 def forget_smaller(control: Control, ranks: Sequence[int]) -> None:
-    """The cells of ``ranks`` begin as whole ones: their node is a new one, which has lost none."""
+    """Have the cells of ``ranks`` begin as whole cells: their node is a new one, which has lost no rank."""
     if (job := _job(control)) is not None:
         for worker in {rank // job.cell_size for rank in ranks}:
             control.put(keys.places_key(worker), "1")
 
 
 def _job(control: Control) -> JobSpec | None:
-    """None before its ranks have said what it is."""
+    """Return the job, or None before its ranks have posted it."""
     if not control.has([keys.JOB]):
         return None
     return from_json(JobSpec, json.loads(control.get(keys.JOB))["job"])
 
 
 def first_incarnation() -> int:
-    """Of the processes that were started with this agent."""
+    """Return the incarnation of the processes that were started with this agent."""
     return int(os.environ.get("ODYSSEY_INCARNATION", "0"))
 
 
 class Respawn:
-    """The ranks of a node that are to be started again: in a job that runs each ``config.respawn`` times at most."""
+    """Decides which ranks of a node start again, and starts them: each at most ``config.respawn`` times in a running
+    job.
+    """
 
     def __init__(
         self,
@@ -63,24 +65,24 @@ class Respawn:
         zygote: Zygote | None,
         journal: Journal,
     ):
-        """``context``: torch elastic's, of the processes that were started first."""
+        """``context`` is torch elastic's, of the processes that were started first."""
         self._context, self._control, self._zygote, self._journal = context, control, zygote, journal
         self._shrinks = config.shrink == "auto"
         self._lives = Lives(config.respawn, config.store_timeout_s, time.monotonic())
         self._places = Places({int(env["RANK"]): slot for slot, env in context.envs.items()})
         self._due: list[tuple[float, int]] = []
-        """(when, rank)."""
+        """(when, rank) for each rank that is to be started."""
         self.wanted: set[int] = set()
-        """Slots whose processes must end, for another rank."""
+        """Slots whose processes must end, to make room for another rank."""
         self._running = set(context.envs)
-        """Slots with a process."""
+        """Slots that have a running process."""
         self._incarnations: dict[int, int] = {}
-        """Of those that have been started again."""
+        """Rank -> incarnation, for ranks that have been started again."""
         self._carried_out: dict[int, str] = {}
-        """Worker -> what of ``keys.comes_back_key`` has been seen to."""
+        """Worker -> the value of its ``keys.comes_back_key`` that has been carried out."""
 
     def unmissed(self, rank: int, code: int) -> bool:
-        """Whether nobody has to hear that ``rank`` has ended with ``code``: before the job begins it starts anew."""
+        """Whether the end of ``rank`` with ``code`` need not be reported, as it starts anew before the job begins."""
         if not self._lives.may_begin_anew(rank, code, time.monotonic()):
             return False
         world_size = int(next(iter(self._context.envs.values()))["WORLD_SIZE"])
@@ -95,15 +97,17 @@ class Respawn:
         return True
 
     def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
-        """``rank`` ended in ``slot``. Not started again: one that has finished, was refused, has died too often, or
-        whose numbers were wrong twice.
+        """Note that ``rank`` ended in ``slot``, and arrange for what follows.
+
+        The rank is not started again if it has finished, was refused, has died too often, or had wrong numbers in this
+        slot twice.
         """
         self._running.discard(slot)
         if not self._has_next(rank):
             self._control.put(keys.here_key(rank), "")
         if slot in self.wanted:
             self.wanted.discard(slot)
-            return  # whoever wants it is due
+            return  # the rank that is to have the slot is in _due
         if self._lives.is_over(rank, code):
             return
         if self._lives.was_wrong_before(slot, code):
@@ -123,7 +127,7 @@ class Respawn:
             self._shrink(now_s, job, worker)
 
     def _has_next(self, rank: int) -> bool:
-        """Whether a process of ``rank`` is here that another agent has started: this one stood still, and is to end."""
+        """Whether another agent has started a process of ``rank``: this agent stood still meanwhile, and is to end."""
         known = self._incarnations.get(rank, first_incarnation())
         with contextlib.suppress(ValueError):
             said = self._control.peek(keys.here_key(rank)) or ""
@@ -131,7 +135,7 @@ class Respawn:
         return False
 
     def _complete(self, now_s: float, cell_size: int) -> None:
-        """Starts what a broken cell lacks in the place of ranks of another one, if they are enough."""
+        """Complete a broken cell: start its missing ranks in the places of another broken cell, if those suffice."""
         moves, grown = self._places.complete(cell_size)
         for move in moves:
             self._start_in_place(move, now_s)
@@ -139,7 +143,7 @@ class Respawn:
             self._control.put(keys.places_key(grown), "1")
 
     def _arrange(self, rank: int) -> None:
-        """The cell of ``rank``, which has left, comes back as it is wanted, if it has left for that."""
+        """Have the cell of ``rank`` come back in the shape that is wanted, if that is why it has left."""
         job = _job(self._control)
         if job is None or job.cell_size == 1:
             return
@@ -156,14 +160,14 @@ class Respawn:
         known = tuple(self._incarnations.get(one, first_incarnation()) for one in living)
         running = all(one == rank or self._places.slot(one) in self._running for one in living)
         if known != wanted.incarnations or not running or not self._places.is_all_here(worker, size):
-            return  # it has lost somebody before it could leave, and comes back as it was
+            return  # the cell has lost a rank before it could leave, and comes back as it was
         if each := self._places.set_aside(worker, wanted.without, job.cell_sizes):
             self._control.put(keys.places_key(worker), str(each))
             left = list(numbers(worker, size)[: size // each])
             self._journal.event("cell_shrinks", ranks=left, whole=size, echo=True)
 
     def _shrink(self, now_s: float, job: JobSpec, worker: int) -> None:
-        """What is left of ``worker`` goes on as a smaller cell, if it has to be another one than it is."""
+        """Have what is left of ``worker`` go on as a smaller cell, if it has to be another one than it is."""
         ranks = numbers(worker, job.cell_size)
         if not self._shrinks:
             return
@@ -185,7 +189,7 @@ class Respawn:
         self._journal.event("cell_shrinks", ranks=left, whole=job.cell_size, echo=True)
 
     def _start_in_place(self, move: Move, now_s: float) -> None:
-        """As soon as the process of the spare has ended, if it has one."""
+        """Start the missing rank in place of the spare, as soon as the process of the spare, if any, has ended."""
         waits = [one for one in self._due if one[1] == move.spare]
         self._due = [one for one in self._due if one[1] != move.spare]
         if not waits:
@@ -195,7 +199,7 @@ class Respawn:
         self._journal.event("place_taken", target=move.missing, spare=move.spare, echo=True)
 
     def due(self, now_s: float) -> list[tuple[int, int]]:
-        """(rank, slot) of those whose time has come."""
+        """Return (rank, slot) of each rank that is to be started now."""
         ready = [
             one for one in self._due if one[0] <= now_s and self._places.slot(one[1]) not in self._running
         ]
@@ -203,14 +207,14 @@ class Respawn:
         return [(rank, self._places.slot(rank)) for _, rank in ready]
 
     def begin(self, rank: int, slot: int, now_s: float) -> tuple[int, int]:
-        """A process of ``rank`` begins in ``slot``: the number of its log, and its incarnation."""
+        """Note that a process of ``rank`` begins in ``slot``; return the number of its log, and its incarnation."""
         number, missed = self._lives.start(rank, now_s)
         self._incarnations[rank] = missed + first_incarnation()
         self._running.add(slot)
         return number, self._incarnations[rank]
 
     def start(self, rank: int, slot: int) -> tuple[Any, int]:
-        """The new process, with the environment of ``slot``, and its incarnation."""
+        """Start a process of ``rank`` with the environment of ``slot``; return it and its incarnation."""
         context = self._context
         number, incarnation = self.begin(rank, slot, time.monotonic())
         logs = [

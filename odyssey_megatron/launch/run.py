@@ -1,4 +1,4 @@
-"""``odyssey run``: torchrun's command line around an agent whose ranks survive one another."""
+"""``odyssey run``: torchrun's command line, with an agent whose ranks survive the loss of others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ENTRY = "odyssey_megatron.mcore.entry"
 
 
 def main(argv: Sequence[str], *, joins: bool = False) -> int:
-    """Runs a job; returns its exit code.
+    """Run a job, or this node's part of it, and return the job's exit code.
 
     Args:
         argv: ``[--preload MODULE,...] [torchrun arguments] script [script arguments]``.
-        joins: this node takes the place of one that a running job has lost; ``argv`` are that job's.
+        joins: Whether this node takes the place of one that a running job has lost; ``argv`` are that job's.
 
     Raises:
-        ConfigError: before any rank was started.
+        ConfigError: The arguments or the machine do not fit; no rank was started.
     """
     allow_many()
     with tap.before(1, 2):
@@ -79,7 +79,7 @@ def _launch(
         from odyssey_megatron.launch.agent import Launch, OdysseyAgent
         from odyssey_megatron.policy.planner import PolicyPlanner
 
-    if config.mode != "off":  # an unmodified Megatron-LM script: something must bring Odyssey into it
+    if config.mode != "off":  # the entry module brings Odyssey into an unmodified Megatron-LM script
         args.training_script_args = [args.training_script, *args.training_script_args]
         args.training_script, args.module = _ENTRY, True
     if nodes == 1 and not config.job_host:
@@ -89,10 +89,10 @@ def _launch(
         meeting = line.meeting(args, config, nodes=nodes, token=token)
         admission.register(meeting)
         args.rdzv_backend, args.rdzv_endpoint = admission.BACKEND, f"{meeting.host}:{meeting.port}"
-        args.node_rank = 0  # it is in the meeting; torchrun would warn that it does not look at it
+        args.node_rank = 0  # the meeting knows it; torchrun would warn that it ignores it
     admission.bind_c10d(config.bind)
     if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"}:
-        args.log_dir = os.devnull  # else torch leaves an empty folder for each job
+        args.log_dir = os.devnull  # otherwise torch leaves an empty folder behind for each job
     args.signals_to_handle = signals.not_ignored(args.signals_to_handle)
     on_signal = os.environ["ODYSSEY_ON_SIGTERM"] = line.on_signal(config, nodes, args.training_script_args)
     launch = Launch(
@@ -130,7 +130,7 @@ def _check_injections(config: OdysseyConfig, nodes: int, per_node: str) -> None:
 
 
 def _use_local_rendezvous(args: Any, backend: str) -> None:
-    """Unless the user chose a rendezvous: a store on loopback, as nobody else needs to reach it."""
+    """Use a store on loopback, as no other machine needs to reach it, unless the user chose a rendezvous."""
     chosen = args.rdzv_endpoint or args.master_port is not None or args.rdzv_backend != "static"
     if args.standalone or not chosen:
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, backend, "127.0.0.1:0"

@@ -1,4 +1,4 @@
-"""The run folder: there, writable, and one job's at a time.
+"""Makes sure that the run folder exists, is writable, and is used by one job at a time.
 
 The first agent of a job holds a lock on a file in it, which the kernel drops when the agent ends, however it does.
 """
@@ -31,12 +31,14 @@ _UNUSABLE = (
 
 
 def prepare(folder: Path) -> None:
-    """Makes ``folder``. Raises ConfigError if it cannot be used."""
+    """Make ``folder``. Raises ConfigError if it cannot be used."""
     _in_time(folder, lambda: _prepare(folder))
 
 
 def claim(folder: Path) -> int:
-    """A descriptor that holds ``folder`` as long as it is open. Raises ConfigError: a running job has it."""
+    """Return a descriptor that holds ``folder`` for this job while it is open. Raises ConfigError if a running job has
+    it.
+    """
     return _in_time(folder, lambda: _claim(folder))
 
 
@@ -52,7 +54,7 @@ def _in_time(folder: Path, work: Callable[[], T]) -> T:
 
 def _prepare(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    # Made, or found: a file that is there already may be all that can be written.
+    # The file is made or opened: one that is there already may be all that can be written in this folder.
     os.close(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
 
 

@@ -1,7 +1,8 @@
-"""Odyssey under a launcher that ends all ranks when one dies: torchrun's own agent, or srun with a task a GPU.
+"""Runs Odyssey under a launcher that ends all ranks when one dies: torchrun's own agent, or srun with one task per GPU.
 
-The launcher starts one process a GPU. Each becomes a stand-in, which outlives the rank that it stands for: the first of
-a node runs Odyssey's agent, which starts the node's ranks; the others wait for the verdict. All end with its exit code.
+The launcher starts one process per GPU. Each becomes a stand-in, which outlives the rank that it stands for: the first
+of a node runs Odyssey's agent, which starts the node's ranks; the others wait for the verdict. All end with its exit
+code.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ELSEWHERE = (
 )
 _LEFT_BEHIND = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun sets 1, with which NCCL's watchdog ends a rank whose peer has died
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun sets 1: NCCL's watchdog then ends a rank whose peer has died
 )  # fmt: skip
 
 
@@ -39,14 +40,14 @@ def is_needed() -> bool:
 
 
 def become() -> NoReturn:
-    """Replaces this process by a stand-in for it."""
-    # torch's store client warns, twice, whenever a wait for the verdict has ended without.
+    """Replace this process by a stand-in for it."""
+    # torch's store client warns, twice, whenever a wait for the verdict times out.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.execv(sys.executable, [sys.executable, "-u", "-m", __name__, *sys.argv])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Stands in for a rank with the command line ``argv``; returns the job's exit code."""
+    """Stand in for a rank with the command line ``argv``; return the job's exit code."""
     from torch.distributed import DistNetworkError, TCPStore
 
     env = os.environ
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         store = TCPStore(*where, is_master=False, **options)
     verdict, farewell = f"odyssey/verdict/{node}", "odyssey/farewell"
     if local_rank:
-        for number in HANDLED:  # the business of the one with the agent; this one ends with the job
+        for number in HANDLED:  # the agent's stand-in handles them; this one ends with the job
             signal.signal(number, signal.SIG_IGN)
         code = _await(store, verdict)
     else:
@@ -87,8 +88,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _numbers(env: Mapping[str, str]) -> tuple[int, int, int, int, int]:
-    """Rank, ranks, rank on its node, ranks of a node, and the first node's port. Raises ConfigError: where these
-    contradict each other, a node would have no agent, and its stand-ins would wait for its verdict for ever.
+    """Return rank, number of ranks, rank on its node, number of ranks of a node, and the first node's port.
+
+    Raises:
+        ConfigError: These are no numbers, or contradict each other. A node might have no agent then, and its stand-ins
+            would wait for the verdict for ever.
     """
     on_node = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_NTASKS_PER_NODE") or env["WORLD_SIZE"]
     said = {name: env.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
@@ -150,4 +154,4 @@ if __name__ == "__main__":
     _code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(_code)  # torch's threads must not be in the way of the job's verdict
+    os._exit(_code)  # torch's threads must not delay the end, or change the exit code

@@ -1,8 +1,8 @@
-"""SIGTERM, SIGINT and SIGHUP: an agent that is told to end, and ranks that are told so together with it.
+"""SIGTERM, SIGINT and SIGHUP, as sent to an agent, or to an agent and its ranks together.
 
-The first one asks, as ``--odyssey-on-sigterm`` says; the next one ends the job at once. A rank by itself dies of a
-signal like of anything else. Batch systems send theirs to all processes of a node, though: a rank whose agent is
-asked in the same moment leaves the answer to it.
+The first signal asks the job to do what ``--odyssey-on-sigterm`` says; the next one ends it at once. A rank that alone
+is sent a signal dies of it, as of anything else. Batch systems signal all processes of a node, though: a rank whose
+agent receives a signal at the same moment leaves the reaction to the agent.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from odyssey_megatron.cluster.events import Ask
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAME_S = 0.3
-"""Signals within this time are one: a terminal and a launcher above this one may both send theirs."""
+"""Signals within this time count as one: a terminal and a launcher above this one may both send theirs."""
 _TOGETHER_S = 1.0
-"""Within this time a batch system has reached the agent, too."""
+"""Time within which the signal of a batch system has reached the agent, too."""
 
 
 def not_ignored(names: str) -> str:
-    """Of the comma-separated ``names`` those that somebody, like nohup, has not switched off."""
+    """Return those of the comma-separated signal ``names`` that are not ignored, e.g. by nohup."""
     kept = [name for name in names.split(",") if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]
     return ",".join(kept)
 
 
 @contextmanager
 def heeded_behind() -> Iterator[None]:
-    """In the body (of the main thread) signals are taken note of, and behind it the first is given to its handler.
+    """Defer signals in the body, which the main thread runs: after it the first is given to its handler.
 
-    For imports: torch catches whatever is raised while it imports numpy, and would go on as if nothing had been. And
-    for processes that are started: of those that have begun nobody would know. What is ignored, or ends the process,
-    stays so.
+    This is for imports: torch catches whatever is raised while it imports numpy, and would go on as if nothing had
+    happened. It is also for starting processes: an exception would leave processes that nothing knows of. Signals that
+    are ignored, or end the process by default, are not deferred.
     """
     handlers = {one: signal.getsignal(one) for one in (*HANDLED, signal.SIGQUIT)}
     told = list[int]()
@@ -53,7 +53,7 @@ def heeded_behind() -> Iterator[None]:
 
 @contextmanager
 def _noted(handlers: Mapping[signal.Signals, Any], note: Callable[[int, Any], None]) -> Iterator[None]:
-    """In the body the signals go to ``note``; behind it to their ``handlers`` again."""
+    """Have ``note`` handle the signals in the body, and their ``handlers`` again after it."""
     for one in handlers:
         signal.signal(one, note)
     try:
@@ -64,7 +64,7 @@ def _noted(handlers: Mapping[signal.Signals, Any], note: Callable[[int, Any], No
 
 
 class Received:
-    """Signals to this process, the agent. ``fd`` is readable when there are any."""
+    """The signals that this process, the agent, has received. ``fd`` is readable when there are any."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -73,7 +73,7 @@ class Received:
 
     @contextmanager
     def handled(self, numbers: Iterable[signal.Signals] = HANDLED) -> Iterator[Received]:
-        """In the body (of the main thread) they are taken note of; ignored ones stay ignored."""
+        """Record signals in the body, which the main thread runs; ignored signals stay ignored."""
         before = {one: signal.getsignal(one) for one in numbers}
         with _noted(
             {one: handler for one, handler in before.items() if handler != signal.SIG_IGN}, self._note
@@ -92,7 +92,7 @@ class Received:
         return bool(self._new)
 
     def take(self) -> list[signal.Signals]:
-        """Those that came since the last call."""
+        """Return the signals that came since the last call."""
         taken, self._new = self._new, []
         if taken:
             os.eventfd_read(self.fd)
@@ -100,16 +100,16 @@ class Received:
 
 
 def leave_to_agent(asked: Callable[[], Ask]) -> None:
-    """From now on SIGTERM ends this rank only if its agent is not ``asked`` to end in the same moment.
+    """From now on let SIGTERM end this rank only if its agent is not ``asked`` to end at the same moment.
 
-    Called in the main thread. Whoever installs a handler of its own afterwards has it.
+    To be called in the main thread. A handler that the script installs afterwards replaces this one.
     """
     ours, theirs = socket.socketpair()
     for one in (ours, theirs):
         one.setblocking(one is theirs)
 
     def handler(number: int, frame: Any) -> None:
-        """The thread below knows; the main thread may be within a collective for long."""
+        """Do nothing: the thread below reacts, as the main thread may be within a collective for long."""
 
     def follow() -> None:
         while True:
@@ -124,7 +124,7 @@ def leave_to_agent(asked: Callable[[], Ask]) -> None:
     signal.signal(signal.SIGTERM, handler)
     signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=follow, args=(), name="odyssey-signals", daemon=True).start()
-    # Data loaders are forked: they have no such thread.
+    # Data loaders are forked, and a fork does not have the thread.
     os.register_at_fork(after_in_child=lambda: _as_usual(ours))
 
 
@@ -135,6 +135,6 @@ def _as_usual(wakeup: socket.socket) -> None:
 
 
 def _die_of(number: int) -> None:
-    """As if there were no handler. Python changes handlers in the main thread only, which may not be running."""
+    """Die as if there were no handler. Python changes handlers only in the main thread, which may not be running."""
     ctypes.CDLL(None).signal(number, None)
     os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""What one cause makes slow, of the ways between workers: messages, and sums of gradients."""
+"""Keeps track of slow ways between workers: links, which carry messages, and sums of gradients, grouped by cause."""
 
 from __future__ import annotations
 
@@ -14,41 +14,44 @@ from odyssey_megatron.launch.slowness import OVER, Slowness, evidence_of, ranks_
 from odyssey_megatron.plan.plan import Plan
 
 _AGAIN = 0.75
-"""The same way as of ``OVER``: what is over is slow again from so far on only, unless something has changed since: the
-steps that are looked at go back to before it was over.
+"""As ``OVER``, for a link that was slow and is slow again: unless that began after it was over, it counts only from
+here on. The steps that are looked at go back to before it was over.
 """
 
 
 _Process = tuple[int, int]
-"""(rank, how many processes of it there were before)."""
+"""(rank, incarnation)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Slowed:
-    """By one cause."""
+    """The links and sums that one cause makes slow."""
 
     all: frozenset[Link]
-    """Also what nobody has measured."""
+    """All links and sums that it makes slow, also those that have not been measured."""
     longer_s: Mapping[tuple[int, int], float]
-    """(sender, receiver) -> what a message takes longer."""
+    """(sender, receiver) -> the additional seconds of a message."""
     sums: tuple[SlowSums, ...] = ()
-    """If any, ``longer_s`` is only expected, and counts where nobody sends any that way."""
+    """The slow sums. If there are any, ``longer_s`` is only expected, and ignored if messages there are measured."""
     processes: tuple[frozenset[_Process], ...] = ()
-    """Of each of its ends, or of each node whose network it is."""
+    """The processes at each of its ends, or on each node whose network is slow."""
 
 
 class SlowWays:
-    """Links, or sums, that are slow now."""
+    """The links, or the sums, that are slow now."""
 
     def __init__(self, told: Slowness):
         self._told = told
         self.slowed: dict[LinkVerdict, Slowed] = {}
         self.began_s: dict[LinkVerdict, float] = {}
-        """Since when that has been known."""
+        """Verdict -> the time since which it has been known."""
         self._ended: dict[Link, tuple[int, float]] = {}
-        """The step by which it was as fast as others again, and how slow it had been."""
+        """Link -> the step by which it was as fast as others again, and the factor by which it had been slow."""
         self._left: dict[Link, int] = {}
-        """The newest step when it was forgotten, as who was at one of its ends had left: all up to it is of him."""
+        """Link -> the newest step when it was forgotten, as all processes at one of its ends had left.
+
+        Measurements up to that step are of those processes.
+        """
 
     def look(
         self,
@@ -59,9 +62,14 @@ class SlowWays:
         live: Plan,
         now_s: float,
     ) -> list[str]:
-        """What has changed, by what ``diagnosis`` has ``found``, where ``others`` are slow besides. What no message
-        takes any more, and what is not summed, stays as it was when it was measured last, unless all at one of its ends
-        have left: others come in their place, on another node, perhaps.
+        """Take in what ``diagnosis`` has ``found``, and return a line for each change.
+
+        A link that no message takes any more, or a sum that is not computed any more, stays as it was when last
+        measured. It is forgotten if all processes at one of its ends have left, as others come in their place, perhaps
+        on another node.
+
+        Args:
+            others: What is slow besides, of the other kind.
         """
         why = self._forget_gone(state, found.newest)
         for one in [known for known in self.slowed if _is_over(known, found)]:
@@ -92,7 +100,9 @@ class SlowWays:
         return why
 
     def _forget_gone(self, state: ClusterState, newest: int) -> list[str]:
-        """What nobody is at an end of by now: who comes there is not timed as long as no route goes by it."""
+        """Forget what has lost all processes at one of its ends: their successors are not timed until a route uses
+        it.
+        """
         here = _processes(state, state.alive)
         gone = [one for one, slowed in self.slowed.items() if not all(end & here for end in slowed.processes)]
         for one in gone:
@@ -104,7 +114,9 @@ class SlowWays:
         return [f"{_whose(one, ranks_of(state, one.workers))}: it has left" for one in gone]
 
     def _is_new(self, one: LinkVerdict, found: Links) -> bool:
-        """Not known, borne out, and no echo of what has ended, or of who has left."""
+        """Whether ``one`` is not known yet, is confirmed, and is no echo of slowness that is over or of ranks that
+        left.
+        """
         known = {link for slowed in self.slowed.values() for link in slowed.all}
         if known >= {*one.links} or not _borne_out(one, found):
             return False
@@ -116,7 +128,9 @@ class SlowWays:
 
 
 def _ends(one: LinkVerdict, state: ClusterState) -> tuple[frozenset[_Process], ...]:
-    """Of what is between many nodes it is one: no node alone is at fault."""
+    """Return the processes at each end of ``one``. Between more than two nodes it is a single end: no node is at
+    fault.
+    """
     if one.kind == SLOW_LINK or (one.kind == SLOW_SUMS and not one.nodes):
         return tuple(_processes(state, [worker]) for worker in one.workers)
     if len(one.nodes) != 2:
@@ -131,7 +145,7 @@ def _processes(state: ClusterState, workers: Iterable[int]) -> frozenset[_Proces
 
 
 def slowed_by(one: LinkVerdict, found: Links, state: ClusterState) -> Slowed:
-    """``found``: where ``one`` is from."""
+    """Return what the cause that verdict ``one`` of ``found`` names makes slow."""
     if one.kind == SLOW_SUMS:
         return Slowed(
             all=frozenset(one.links), longer_s=_messages(one, found, state), sums=_slow_sums(one, state)
@@ -145,7 +159,7 @@ def slowed_by(one: LinkVerdict, found: Links, state: ClusterState) -> Slowed:
 
 
 def with_slow_ways(state: ClusterState, ways: Iterable[Slowed], measured: Links) -> ClusterState:
-    """``state`` with all of ``ways`` slow, and no others."""
+    """Return ``state`` in which all of ``ways`` are slow, and no others."""
     longest_s, sums = dict[tuple[int, int], float](), set[SlowSums]()
     for one in ways:
         sums.update(one.sums)
@@ -156,15 +170,17 @@ def with_slow_ways(state: ClusterState, ways: Iterable[Slowed], measured: Links)
 
 
 def _borne_out(one: LinkVerdict, found: Links) -> bool:
-    """By a second look: steps that were measured after it was certain, by themselves."""
+    """Whether steps that were measured after ``one`` was certain confirm it by themselves."""
     looks = [found.latest[link] for link in one.links if link in found.latest]
     behind = found.newest > max(found.found[link] for link in one.links)
     return behind and bool(looks) and statistics.median(looks) >= LEAST_FACTOR
 
 
 def _is_over(one: LinkVerdict, found: Links) -> bool:
-    """By its last steps, nearer to healthy than to how slow it was: where times have become noisier nothing is certain,
-    and nothing is over. Not where its links are not measured any more, since no route goes by them.
+    """Whether the last steps of ``one`` are nearer to healthy than to how slow it was.
+
+    If times have become noisier nothing is certain, so nothing is over. Nor is it if its links are not measured any
+    more, as no route uses them.
     """
     now = [link for link in one.links if link in found.latest]
     if not now or any(link in found.slow for link in now):
@@ -173,7 +189,7 @@ def _is_over(one: LinkVerdict, found: Links) -> bool:
 
 
 def _whose(one: LinkVerdict, ranks: list[int]) -> str:
-    """``ranks``: of its workers."""
+    """Return the name of what ``one`` is about; ``ranks`` are those of its workers."""
     if one.kind == SLOW_SUMS:
         return f"sums of rank(s) {ranks}"
     if one.kind == SLOW_LINK:
@@ -184,7 +200,9 @@ def _whose(one: LinkVerdict, ranks: list[int]) -> str:
 
 
 def _slow_sums(one: LinkVerdict, state: ClusterState) -> tuple[SlowSums, ...]:
-    """All sums that a node with a slow network has a part in, with others; or those that were measured."""
+    """Return the slow sums: all that a node with a slow network shares with other nodes, else those that were
+    measured.
+    """
     if one.nodes:
         inside = tuple(sorted(worker for worker, node in state.nodes.items() if node in one.nodes))
         return (SlowSums(inside, True, one.factor),)
@@ -192,8 +210,10 @@ def _slow_sums(one: LinkVerdict, state: ClusterState) -> tuple[SlowSums, ...]:
 
 
 def _messages(one: LinkVerdict, sums: Links, state: ClusterState) -> dict[tuple[int, int], float]:
-    """What a message from a node with slow sums, or to it, would take longer, if its network is slow: a sum over k of
-    that size sends 2 (k - 1) / k times as many bytes (``plan.simulate.reduce_s``). Of others nothing is known.
+    """Return (sender, receiver) -> additional seconds of a message from or to a node with slow sums.
+
+    It is assumed that the node's network is slow. A sum over k workers of a message's size sends 2 (k - 1) / k times as
+    many bytes (``plan.simulate.reduce_s``). About sums of no particular node nothing is known.
     """
     if not one.nodes:
         return {}
@@ -204,7 +224,7 @@ def _messages(one: LinkVerdict, sums: Links, state: ClusterState) -> dict[tuple[
 
 
 def _reach(one: LinkVerdict, state: ClusterState) -> set[tuple[int, int]]:
-    """All links that are slow by it, between those who live; of a network between many nodes only what was measured."""
+    """Return the links between living workers that ``one`` makes slow; between many nodes only those measured."""
     if len(one.nodes) > 2:
         return {(sender, receiver) for sender, receiver in one.links}
     ends = {*one.workers, *(worker for worker, node in state.nodes.items() if node in one.nodes)}

@@ -1,4 +1,4 @@
-"""Which workers are slow, as decisions are to have it."""
+"""Keeps track of which workers are slow, for decisions to go by."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from odyssey_megatron.launch.slowness import OVER, Slowness, evidence_of
 from odyssey_megatron.plan.plan import Plan
 
 LEAST_SLOWNESS = 1.1
-"""A worker that takes less than so many times what others take stays where it is."""
+"""Factor of the time of others from which a worker counts as slow; for less nothing is changed."""
 _ANOTHER_SPEED = 1.15
-"""A slow worker has another speed once it differs by so many times from what was planned for."""
+"""Factor between speeds from which a slow worker gets another one than was planned with."""
 
 
 class SlowWorkers:
-    """Those that are slow now."""
+    """The workers that are slow now."""
 
     def __init__(self, told: Slowness):
         self._told = told
         self.speeds: dict[int, float] = {}
         """Slow worker -> its speed."""
         self.began_s: dict[int, float] = {}
-        """Slow worker -> since when that has been known."""
+        """Slow worker -> the time since which that has been known."""
         self._blamed: dict[int, tuple[int, ...]] = {}
-        """Slow worker -> its ranks, or those of them by which it is slow."""
+        """Slow worker -> its ranks, or those that make it slow if they are known."""
 
     def look(
         self, diagnosis: Diagnosis, state: ClusterState, live: Plan, now_s: float
     ) -> tuple[ClusterState, list[str]]:
-        """``state`` with the speeds of now; and why, for each worker that has another one than before."""
+        """Return ``state`` with the speeds of now, and a reason for each worker that has another speed than before."""
         slow = self._still_slow(diagnosis, state) | self._confirmed(diagnosis)
         changed, seen = self._shown(changes(state, slow), diagnosis, state, live)
         state = with_speeds(state, changed)
@@ -41,8 +41,9 @@ class SlowWorkers:
 
     @staticmethod
     def _still_slow(diagnosis: Diagnosis, state: ClusterState) -> dict[int, float]:
-        """Whose last steps are nearer to how slow they were than to healthy: where times have become noisier nothing is
-        certain, and nothing is over.
+        """Return slow worker -> speed, for workers whose last steps are nearer to how slow they were than to healthy.
+
+        These stay slow even without a verdict: if times have become noisier nothing is certain, so nothing is over.
         """
         return {
             one.worker: one.speed * one.share
@@ -53,7 +54,9 @@ class SlowWorkers:
         }
 
     def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:
-        """The slow whose slowness a second look bears out: a step that was measured after the verdict, by itself."""
+        """Return slow worker -> speed, for workers whose slowness a step measured after the verdict confirms by
+        itself.
+        """
         return {
             one.worker: 1 / one.factor
             for one in diagnosis.verdicts
@@ -67,7 +70,9 @@ class SlowWorkers:
     def _shown(
         self, changed: dict[int, float], diagnosis: Diagnosis, state: ClusterState, live: Plan
     ) -> tuple[dict[int, float], Shown]:
-        """``changed`` without those who are new in it, where steps do not show that they are slow."""
+        """Return ``changed`` without newly slow workers if steps do not show that they are slow, and what steps
+        show.
+        """
         new = {one: speed for one, speed in changed.items() if speed < 1.0 and one not in self.speeds}
         verdicts = [one for one in diagnosis.verdicts if one.kind == SLOW_WORKER and one.worker in new]
         if not verdicts:
@@ -81,7 +86,7 @@ class SlowWorkers:
         return {one: speed for one, speed in changed.items() if one not in new}, seen
 
     def _forget_gone(self, still: Collection[int]) -> None:
-        """Who has left, or has been replaced, is not slow any more."""
+        """Report that slow workers that have left, or have been replaced, are not slow any more."""
         for worker in [one for one in self.began_s if one not in still]:
             del self.began_s[worker]
             self._told.event(SLOW_WORKER, list(self._blamed.pop(worker)), 1.0, "it has left")
@@ -114,9 +119,13 @@ class SlowWorkers:
 
 
 def changes(state: ClusterState, slow: Mapping[int, float]) -> dict[int, float]:
-    """Worker -> speed, of the living that are to have another one; little is nothing, so that plans do not flap.
+    """Return worker -> speed for the living workers whose speed changes.
 
-    ``slow``: beside workers that are whole cells; a smaller one is healthy if it is as fast as its share of one.
+    Small changes do not count, so that plans do not flap.
+
+    Args:
+        slow: Slow worker -> speed relative to a whole cell. A smaller cell is healthy if it is as fast as its share of
+            a whole one.
     """
     found = {}
     for worker in state.workers:
@@ -124,7 +133,7 @@ def changes(state: ClusterState, slow: Mapping[int, float]) -> dict[int, float]:
         if not worker.alive or worker.worker in state.fresh:
             continue
         if speed != 1.0 and max(speed, 1 / speed) < LEAST_SLOWNESS:
-            continue  # too little to begin with, or not certainly over
+            continue  # too little to count as slow, or as certainly over
         apart = max(speed / worker.speed, worker.speed / speed)
         if apart >= _ANOTHER_SPEED or (speed != worker.speed and 1.0 in (speed, worker.speed)):
             found[worker.worker] = speed

@@ -1,4 +1,4 @@
-"""What is told of slowness, whoever is slow: in the journal, and to people."""
+"""Reports slowness of workers and links: in the journal, and to people."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from odyssey_megatron.plan.plan import Plan
 _log = logging.getLogger(__name__)
 
 OVER = 0.5
-"""Of the way from healthy to how slow it was, in logs: nearer to healthy than that it is over."""
+"""Fraction of the way, in logarithms, from healthy to how slow it was: a slowness below it is over."""
 
 
 class Slowness:
-    """Holds verdicts against the time of steps, and tells what is so, what is doubted, and what is over."""
+    """Compares verdicts with the time of steps, and reports those that are confirmed, doubted or over."""
 
     def __init__(self, planner: Planner, journal: Journal, say: Callable[[str], None]):
         self._planner, self._journal, self.say = planner, journal, say
         self._doubted: set[Hashable] = set()
-        """What is slow by its times and not by those of steps: said once."""
+        """Workers or links that are slow by their own times, but not by those of steps; the user was told once."""
         self.lasted_s: list[float] = []
-        """How long what is over has lasted."""
+        """How long each slowness that is over has lasted."""
 
     def event(
         self, kind: str, ranks: Sequence[int], speed: float, evidence: str, *, echo: bool = True
     ) -> None:
-        """``speed``: 1.0 where it is over; ``echo``: for people, too, who are not looking at a page."""
+        """Write to the journal that ``ranks`` are slow, or with ``speed`` 1.0 that this is over; with ``echo`` print
+        it, too.
+        """
         self._journal.event("slowness", echo=echo, kind=kind, slow_ranks=ranks, speed=speed, why=evidence)
 
     def shown(
         self, since: int, before: ClusterState, after: ClusterState, diagnosis: Diagnosis, live: Plan
     ) -> Shown:
-        """Whether steps show what is slow ``after`` and not ``before``."""
+        """Return whether the times of steps show the slowness that ``after`` has and ``before`` has not."""
         if diagnosis.took.generation != before.generation:
             return Shown(is_so=True)
         try:
@@ -49,21 +51,23 @@ class Slowness:
         return shown(diagnosis.took.seconds, since, without_s, with_s)
 
     def doubt(self, what: Hashable, ranks: Sequence[int], evidence: str, seen: Shown) -> None:
-        """Says so, once for as long as ``what`` is slow by its times."""
+        """Tell the user that steps do not show the slowness of ``what``, once for as long as it is slow by its own
+        times.
+        """
         if what not in self._doubted:
             self._doubted.add(what)
             self.say(f"[odyssey] rank(s) {[*ranks]}: {evidence}; but {seen.why}, so nothing is done about it")
 
     def doubt_only(self, still: Collection[Hashable]) -> None:
-        """Others than ``still`` are not slow by their times any more."""
+        """Forget doubts about all but ``still``: the others are not slow by their own times any more."""
         self._doubted &= {*still}
 
 
 def evidence_of(evidence: str, seen: Shown) -> str:
-    """With what steps show."""
+    """Return ``evidence`` with what steps show."""
     return f"{evidence}; {seen.why}" if seen.why else evidence
 
 
 def ranks_of(state: ClusterState, workers: Collection[int]) -> list[int]:
-    """Those of ``workers``, in their order."""
+    """Return the ranks of ``workers``, in the order of ``workers``."""
     return [rank for worker in workers for rank in state.workers[worker].ranks]

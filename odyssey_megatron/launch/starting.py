@@ -1,4 +1,4 @@
-"""What ranks settle before they train: that they were started for one job, and who does something first."""
+"""What ranks agree on before they train: that they were started for one job, and that rank 0 does some work first."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from odyssey_megatron.launch.watch import Watch
 from odyssey_megatron.names import first_few
 
 _AT_ONCE = 256
-"""Values that are read in one message: see ``control.py`` for long ones."""
+"""Number of values that are read in one message; see ``control.py`` for long ones."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
-"""Between two looks at the store: a thousand ranks that wait for the last one keep it busy with nothing else."""
+"""Seconds between two looks at the store. Without them, a thousand ranks that wait for the last one would keep it
+busy.
+"""
 
 
 class Starting:
-    """One rank's part. All methods raise ControlPlaneLost when the store is gone, or others do not come in time."""
+    """One rank's part in the start. All methods raise ControlPlaneLost if the store is gone or other ranks are late."""
 
     def __init__(
         self,
@@ -39,10 +41,10 @@ class Starting:
         self._control, self._watch, self._timeout_s = control, watch, timeout_s
 
     def post_job(self, job: JobSpec, profile_json: str) -> None:
-        """Tells the coordinator what to plan for. Collective.
+        """Tell the coordinator what to plan for. Collective.
 
         Raises:
-            ConfigError: the ranks disagree, so they were not started with the same arguments.
+            ConfigError: The ranks disagree, so they were not started with the same arguments.
         """
         text = to_json({"job": to_json(job), "profile": profile_json})
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -68,12 +70,12 @@ class Starting:
             )
 
     def _read(self, names: list[str]) -> list[str]:
-        """In few messages: all ranks do so at once, and one by one of 1024 ranks a million would be read twice over."""
+        """Read ``names`` in few messages: all ranks do so at once, and one by one 1024 ranks would read a million."""
         parts = (names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE))
         return [text for part in parts for text in self._control.read(part)]
 
     def wait_all(self, name: str) -> None:
-        """A barrier over all ranks of the start, once a ``name``. Nobody waits for a rank that has died."""
+        """A barrier over all ranks of the start, once per ``name``. It does not wait for a rank that has died."""
         if self._incarnation:
             return
         done, ends_s, pause_s = f"barrier/{name}", time.monotonic() + self._timeout_s, _PAUSE_S
@@ -89,7 +91,7 @@ class Starting:
 
     @contextlib.contextmanager
     def rank_zero_first(self, name: str = "rank-zero-first") -> Iterator[None]:
-        """Runs the body on rank 0, then on all others: for what rank 0 leaves behind on disk."""
+        """Run the body on rank 0, then on all others: for files that rank 0 leaves on disk."""
         if self._rank != 0:
             self.wait([name], "rank 0 has not prepared the data set")
         yield
@@ -97,8 +99,10 @@ class Starting:
             self._control.put(name, "")
 
     def wait(self, names: list[str], what: str) -> None:
-        """Until ``names`` are in the store. ``what``: is so before, where ``{missing}`` are the numbers of those names
-        that are not.
+        """Wait until all ``names`` are in the store.
+
+        Args:
+            what: The error if they do not come in time; ``{missing}`` in it becomes the indices of the missing names.
         """
         try:
             self._control.wait(names, self._timeout_s)

@@ -1,9 +1,9 @@
-"""What a job prints does not stop it when nobody reads.
+"""Keeps a job from stopping when nobody reads what it prints.
 
-A pipe that is full stops whoever writes to it: with ``odyssey run ... | less`` all ranks, and the agent that watches
-over them. Therefore a process stands before a pipe that takes everything, a second later at most. While nobody reads,
-it keeps the newest lines; where some are missing, a line says how many. It ends when the job has, and all that is left
-is read.
+A full pipe stops every process that writes to it: with ``odyssey run ... | less`` all ranks, and the agent that watches
+over them. Therefore a process, the tap, stands before such a pipe and takes everything, after a second of waiting at
+most. While nobody reads, it keeps the newest lines; where lines are missing, it writes how many. It ends when the job
+has ended and all that is left has been read.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from odyssey_megatron.metrics.outlet import KEPT_BYTES
 _AT_ONCE_BYTES = 1 << 16
 _FAREWELL_S = 2.0
 _PATIENCE_S = 1.0
-"""So long in all, until everything is read, who prints waits where no more can be kept: somebody may read, though more
-slowly.
-"""
+"""Seconds in all, until everything is read, that printing waits when no more can be kept, as a reader may be slow."""
 
 
 @contextlib.contextmanager
 def before(*descriptors: int) -> Iterator[None]:
-    """In the body, those of ``descriptors`` that are pipes are pipes to such processes, for children of this one, too.
+    """In the body, put taps before those of ``descriptors`` that are pipes, for this process and its children.
 
-    At its end those processes have a moment to write what is left, as they may end with this one: in a container.
-    Does nothing in a process of several threads, which cannot be forked safely.
+    At the end of the body the taps have a moment to write what is left, as in a container they may end with this
+    process. Does nothing in a process of several threads, which cannot be forked safely.
     """
     if threading.active_count() > 1:
         descriptors = ()
@@ -46,7 +44,7 @@ def before(*descriptors: int) -> Iterator[None]:
             if stat.S_ISFIFO(found.st_mode):
                 pipe = found.st_dev, found.st_ino
                 if pipe not in taps:
-                    # One of our own: what it is set to is nobody else's business.
+                    # A file description of our own, so that non-blocking writes affect no other process.
                     out = os.open(f"/proc/self/fd/{one}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                     taps[pipe] = _start(out)
                     os.close(out)
@@ -70,8 +68,10 @@ def before(*descriptors: int) -> Iterator[None]:
 
 
 def _start(out: int) -> tuple[int, int]:
-    """The end to write to, and one that ends with the process, which is nobody's child, and in no session that is sent
-    signals.
+    """Start a tap that writes to ``out``, as no child of this process and in a session that is sent no signals.
+
+    Returns:
+        The descriptor to write to, and one that is closed at its other end when the tap ends.
     """
     source, tap = os.pipe()
     works, held = os.pipe()
@@ -99,14 +99,14 @@ def _start(out: int) -> tuple[int, int]:
 
 
 class _Tap:
-    """From descriptor 0 to descriptor 1."""
+    """Passes data from descriptor 0 to descriptor 1."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES):
         self._kept_bytes, self._lost = kept_bytes, 0
         self._first, self._rest = bytearray(), bytearray()
-        """What is being written; what comes after it, of which lines may be lost."""
+        """The data that is being written, and the data after it, of which lines may be dropped."""
         self._within_line = False
-        """At the end of the former."""
+        """Whether the former ends within a line."""
 
     def run(self) -> None:
         source, sink = select.poll(), select.poll()
@@ -131,7 +131,7 @@ class _Tap:
                         self.wrote(os.write(1, self.next()))
                     except BlockingIOError:
                         pass
-                    except OSError:  # whoever read is gone
+                    except OSError:  # the reader is gone
                         gone = True
             if holds:
                 patience_s -= time.monotonic() - began_s
@@ -143,13 +143,13 @@ class _Tap:
     def take(self, data: bytes) -> None:
         self._rest += data
         if len(self._rest) > self._kept_bytes:
-            # Half of it, so that this is not done for each line.
+            # Drop half of it, so that this is not done for each line.
             end = self._rest.find(b"\n", len(self._rest) - self._kept_bytes // 2) + 1 or len(self._rest)
             self._lost += self._rest.count(b"\n", 0, end)
             del self._rest[:end]
 
     def next(self) -> bytes:
-        """What is to be written now: whole lines, where there are any."""
+        """Return the data to write now: whole lines, if there are any."""
         if not self._first:
             if self._lost:
                 self._first += b"\n" * self._within_line

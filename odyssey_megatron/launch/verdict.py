@@ -1,4 +1,4 @@
-"""The last word of a job, and how an agent hears it."""
+"""The verdict, with which a job ends, and how an agent receives it."""
 
 from __future__ import annotations
 
@@ -27,32 +27,38 @@ from odyssey_megatron.metrics.outlet import say
 _log = logging.getLogger(__name__)
 
 TERMINATE_S = 5.0
-"""From SIGTERM to SIGKILL where somebody has sent one to the job, and ranks may have work to do then."""
+"""Seconds from SIGTERM to SIGKILL if a signal was sent to the job, as ranks may have work to do then."""
 ENDS_S = 2.0
-"""The same where the job cannot go on: with what ranks may take to leave by themselves it is well below 5 s."""
+"""Seconds from SIGTERM to SIGKILL if the job cannot go on. With the time that ranks may take to leave by themselves
+this is well below 5 s.
+"""
 SAYS_WHY = "What it printed before says why; it stands above this line, or in --log-dir with --redirects."
-"""Of a rank that has ended of itself."""
+"""Ends the message about a rank that has ended by itself."""
 _THREAD_ENDS_S = 0.5
-"""From the end of a thread that the agent needs to that of the job, unless a verdict explains it."""
+"""Seconds from the end of a thread that the agent needs to the end of the job, unless a verdict explains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The coordinator's last word to all agents."""
+    """How the job ends: the coordinator's last message to all agents."""
 
     code: int
     """Exit code of the job."""
     why: str = ""
     grace_s: float = 0.0
-    """How long an agent lets its ranks go on, before it ends them."""
+    """Seconds for which an agent lets its ranks go on before it ends them."""
     terminate_s: float = ENDS_S
-    """From SIGTERM to SIGKILL for those."""
+    """Seconds from SIGTERM to SIGKILL when it ends them."""
     nodes: tuple[int, ...] = ()
-    """Nodes that are still there, besides the one that hosts the job."""
+    """Nodes that are still there, other than the one that hosts the job."""
 
 
 def by_signal(verdict: Verdict, exits: Mapping[int, int]) -> Verdict:
-    """Who sends SIGTERM to all ranks has not lost hardware. ``exits``: the exit codes so far, by rank."""
+    """Return ``verdict``, or another one if all ranks were ended by a signal: then no hardware was lost.
+
+    Args:
+        exits: The exit codes so far, by rank.
+    """
     codes = set(exits.values())
     if verdict.code != EXIT_LAYERS_LOST or len(codes) != 1 or -min(codes) not in HANDLED:
         return verdict
@@ -64,8 +70,12 @@ def by_signal(verdict: Verdict, exits: Mapping[int, int]) -> Verdict:
 def before_training(
     rank: int, exits: Mapping[int, int], world_size: int, refused: str | None
 ) -> Verdict | None:
-    """When ``rank``, the last of ``exits`` to do so, has ended before the job began. ``refused``: what a rank says that
-    does not want to train.
+    """Return the verdict, if there is one, when a rank has ended before the job began.
+
+    Args:
+        rank: The rank that has ended last.
+        exits: The exit codes so far, by rank; ``rank`` is among them.
+        refused: The message of a rank that refuses to train.
     """
     code = exits[rank]
     if code == 0:  # a script that never joins a job: torchrun's rules
@@ -79,12 +89,12 @@ def before_training(
 
 
 def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ended_behind: int) -> Verdict:
-    """Of a job whose steps are all committed.
+    """Return the verdict on a job whose steps are all committed.
 
     Args:
-        exits: the exit code of each rank, by rank.
-        cut_short: ranks whose scripts have not come to their end.
-        ended_behind: the last iteration, if a signal asked for an end; -1: nobody did.
+        exits: The exit code of each rank, by rank.
+        cut_short: The ranks whose scripts have not come to their end.
+        ended_behind: The last iteration, if a signal asked the job to end; else -1.
     """
     for rank, code in exits.items():
         if code > 0:
@@ -103,10 +113,10 @@ def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ende
 
 
 class VerdictWatch:
-    """Waits for the coordinator's last word in a thread, and wakes a poll.
+    """Waits for the coordinator's verdict in a thread, and wakes up a poll of ``fd`` when it arrives.
 
-    An agent whose threads do not all work must not go on, or it would wait for ever for what they do: their end is the
-    last word too.
+    An agent must not go on when a thread that it needs has ended, or it would wait for its work for ever. The end of
+    such a thread is therefore a verdict, too.
     """
 
     def __init__(self, control: Control):
@@ -120,13 +130,13 @@ class VerdictWatch:
         os.eventfd_write(self.fd, 1)
 
     def give(self, verdict: Verdict) -> None:
-        """The last word, unless it has been spoken."""
+        """Set the verdict, unless one has arrived."""
         if not self.arrived:
             self.value = verdict
             self.lost()
 
     def guard(self, name: str, work: Callable[[], None]) -> None:
-        """``work`` in a thread, whose end is the end of the job."""
+        """Run ``work`` in a thread whose end is the end of the job."""
         self._start(name, work)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
@@ -140,7 +150,7 @@ class VerdictWatch:
             except BaseException as error:  # noqa: BLE001 - nobody else would hear of it
                 say(traceback.format_exc())
                 self._fail(name, f"it failed: {error!r}. Please report this.")
-            # Time for the verdict to come, if that is why it has ended.
+            # Leave time for the verdict to come, which may be why the thread has ended.
             time.sleep(_THREAD_ENDS_S)
             self._fail(name, "it has ended.")
 

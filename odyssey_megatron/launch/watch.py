@@ -1,4 +1,4 @@
-"""A rank hears of generations: a thread waits for them on its own connection, whatever the main thread does."""
+"""Receives generations for a rank: a thread waits for them on its own connection, whatever the main thread does."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from odyssey_megatron.plan.generation import Finished
 
 
 class Watch:
-    """What this rank has heard. All but :meth:`end` is for the main thread.
+    """The generations that this rank has heard of. All methods but :meth:`end` are to be called by the main thread.
 
     Args:
-        control: a connection that nobody else uses.
-        offered: called in the thread with the text of each generation that is offered, if this rank is ``settled``.
-        attention: the main thread's.
-        fallen_everywhere: (number, text) of a generation: see ``falling.py``.
-        alone_s: so long after this rank has lost the control plane others may take it for one of theirs.
+        control: A connection that nothing else uses.
+        offered: Called in the thread with the text of each generation that is offered, if this rank is ``settled``.
+        attention: The attention of the main thread.
+        fallen_everywhere: Called with number and text of a generation; see ``falling.py``.
+        alone_s: How long others may take this rank for one of theirs after it has lost the control plane.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Watch:
     ):
         self.history = History()
         self.heard_s = 0.0
-        """When this rank heard of the newest generation, on its own clock."""
+        """When this rank heard of the newest generation, by its own clock."""
         self.settled = settled
-        """Whether this rank may hold something: else it only waits to be offered a place."""
+        """Whether this rank may hold something; otherwise it only waits to be offered a place."""
         self.lost: ControlPlaneLost | Fenced | None = None
         """Why this rank cannot go on, whatever it is doing."""
         self._control, self._offered, self._attention = control, offered, attention
@@ -55,18 +55,18 @@ class Watch:
         self._has_words = False
 
     def start(self, seen: int = 0) -> None:
-        """From now on, of what comes behind number ``seen``."""
+        """Start the thread, which waits for the generations after number ``seen``."""
         self.history.note(seen)
         threading.Thread(target=self._run, args=(seen,), name="odyssey-watch", daemon=True).start()
 
     def newest(self) -> tuple[int, str]:
-        """Number and text of the newest generation; 0 where there is none."""
+        """Return number and text of the newest generation; the number is 0 if there is none."""
         with self._changed:
             self._attention.heed()
             return self._newest, self._newest_text
 
     def newer_than(self, number: int) -> bool:
-        """Whether a generation after ``number`` exists (or this rank cannot go on). Reads a variable."""
+        """Whether a generation after ``number`` exists (or this rank cannot go on). Only reads a variable."""
         return self._newest > number or self.lost is not None
 
     def on_newer(
@@ -78,12 +78,12 @@ class Watch:
             self._has_words = self._has_words or fall is not None
 
     def forget(self, number: int) -> None:
-        """Nothing is to be called any more when generation ``number`` ends."""
+        """Withdraw what :meth:`on_newer` has registered for the end of generation ``number``."""
         with self._changed:
             self._on_newer.pop(number, None)
 
     def take_offer(self, number: int) -> None:
-        """This rank enters offered generation ``number``, unless a newer one has ended it."""
+        """Enter offered generation ``number``, unless a newer one has ended it."""
         with self._changed:
             if self._offer == number and self._newest < number:
                 self._newest, self._newest_text = number, self._offer_text
@@ -99,7 +99,7 @@ class Watch:
         return found
 
     def await_end(self, number: int, timeout_s: float) -> bool:
-        """Whether generation ``number``, with which this rank comes, came to nothing in time, be it for another offer.
+        """Whether generation ``number``, with which this rank joins, ended in time, by a newer one or by another offer.
         Raises :attr:`lost`.
         """
         with self._changed:
@@ -110,7 +110,10 @@ class Watch:
         return over
 
     def await_any(self, after: int) -> tuple[int, str, bool]:
-        """Number and text of what comes behind ``after``, and whether that is an offer. Raises :attr:`lost`."""
+        """Wait for a generation or an offer after ``after``.
+
+        Return its number, its text, and whether it is an offer. Raises :attr:`lost`.
+        """
         with self._changed:
             self._attention.heed()
             self._changed.wait_for(lambda: max(self._newest, self._offer) > after or self.lost is not None)
@@ -121,7 +124,7 @@ class Watch:
             return self._newest, self._newest_text, False
 
     def end(self, why: ControlPlaneLost | Fenced) -> None:
-        """This rank cannot go on. Of any thread."""
+        """Note that this rank cannot go on, and end what is under way. May be called by any thread."""
         with self._changed:
             self.lost = why
             self._end_before(math.inf, text=None, after_s=self._alone_s if self.settled else 0.0)
@@ -139,10 +142,10 @@ class Watch:
         while True:
             try:
                 if (oldest := self._oldest()) > number:
-                    # This process has stood still. All who go on are in that one, be it that it was offered.
+                    # This process has stood still. All that go on have entered that one, even if it was an offer.
                     number, has_begun = oldest, True
                 text = self._control.get(keys.generation_key(number))
-            except KeyError:  # it is forgotten by now
+            except KeyError:  # the coordinator has deleted it by now
                 continue
             except ValueError:  # not sealed by the coordinator, whose own write will replace it
                 time.sleep(0.01)
@@ -154,18 +157,18 @@ class Watch:
             else:
                 self._hear(number, text.removeprefix(keys.AGAIN), again=text.startswith(keys.AGAIN))
             if text == to_json(Finished(number=number)):
-                return  # in native code when the store ends, it would abort an interpreter that is ending, too
+                return  # still waiting in native code when the store ends would abort an interpreter that ends, too
             number += 1
 
     def _oldest(self) -> int:
-        """The oldest generation that is not deleted; 0 where none is, or somebody else has written there."""
+        """Return the oldest generation that is not deleted; 0 if none is, or if the value is not the coordinator's."""
         with contextlib.suppress(ValueError):
             return int(self._control.peek(keys.FORGOTTEN) or 0)
         return 0
 
     def _hear(self, number: int, text: str, *, again: bool) -> None:
         with self._changed:
-            # Were the abort to come second, it would hit the groups that the main thread builds for it.
+            # If the abort came second, it would hit the groups that the main thread builds for the new generation.
             heard_s = time.monotonic()
             self._end_before(number, text)
             self._newest_text, self._newest, self.heard_s = text, number, heard_s
@@ -178,17 +181,20 @@ class Watch:
         with self._changed:
             settled = self.settled
             if not settled:
-                self._end_before(
-                    number, text=None
-                )  # the offer that it is getting ready for has come to nothing
+                self._end_before(number, text=None)  # the offer it prepares for has failed
             self._offer, self._offer_text = number, text
             self._changed.notify_all()
-        # One that holds nothing yet has nothing else to do: it enters the generation, and builds its groups, itself.
+        # A rank that holds nothing yet has nothing else to do: its main thread enters and builds the groups itself.
         if settled:
             self._offered(text)
 
     def _end_before(self, number: float, text: str | None, after_s: float = 0.0) -> None:
-        """``text``: of the generation that others end theirs for, too; None: they may go on for ``after_s`` more."""
+        """End all generations before ``number``, by calling what is registered for their ends.
+
+        Args:
+            text: The text of the generation that ends them on other ranks, too. None: others may go on with them, so
+                that what is under way ends only after ``after_s``.
+        """
         over = [self._on_newer.pop(one) for one in [one for one in self._on_newer if one < number]]
         for one in over:
             if one.fall is not None:

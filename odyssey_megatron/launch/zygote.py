@@ -1,8 +1,8 @@
 """Start-up by forking: one process imports the heavy modules, and ranks (or whole jobs) are forked from it.
 
-Importing torch and megatron costs seconds of CPU; a fork costs milliseconds, and the memory is shared. Only for
-CPU jobs: a CUDA context does not survive a fork. The zygote has a single thread, as forking needs, and knows
-nothing of jobs: it takes requests, one JSON object a line, and reports pids and exit codes the same way.
+Importing torch and megatron costs seconds of CPU; a fork costs milliseconds, and the memory is shared. This is only
+for CPU jobs: a CUDA context does not survive a fork. The zygote has a single thread, as forking requires, and knows
+nothing of jobs: it takes requests, one JSON object per line, and reports pids and exit codes in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Zygote:
-    """The client's end. Not thread-safe."""
+    """The client's end of a connection to a zygote. Not thread-safe."""
 
     def __init__(self, pid: int, connection: socket.socket):
         self.pid, self._connection = pid, connection
@@ -41,10 +41,10 @@ class Zygote:
 
     @classmethod
     def start(cls, modules: Sequence[str]) -> Zygote:
-        """Forks the zygote off this process, which must have one thread; returns when it has imported all.
+        """Fork the zygote off this process, which must have one thread; return when it has imported all ``modules``.
 
         Raises:
-            ConfigError: a module cannot be imported, or leaves threads behind.
+            ConfigError: A module cannot be imported, or leaves threads behind.
         """
         prepare_environment(os.environ)
         _check_single_thread()
@@ -58,7 +58,7 @@ class Zygote:
 
     @classmethod
     def spawn(cls, modules: Sequence[str], env: Mapping[str, str]) -> Zygote:
-        """The same in a fresh interpreter with environment ``env``, for a process that has threads already."""
+        """Start the zygote in a fresh interpreter with environment ``env``, for a process that has threads already."""
         ours, theirs = socket.socketpair()
         env = dict(env)
         prepare_environment(env)
@@ -81,11 +81,11 @@ class Zygote:
         stdout: str | None = None,
         stderr: str | None = None,
     ) -> ForkedProcess:
-        """Runs ``argv``, the arguments of a Python interpreter, in a fork in a session of its own.
+        """Run ``argv``, the arguments of a Python interpreter, in a fork with a session of its own.
 
         Args:
-            env: the whole environment.
-            stdout: path of a file to write; None is the zygote's.
+            env: The whole environment.
+            stdout, stderr: Paths of files to append to; None: the zygote's own.
         """
         self._send(argv=list(argv), env=dict(env), stdout=stdout, stderr=stderr)
         while "pid" not in (answer := self._read(None) or {}):
@@ -93,13 +93,16 @@ class Zygote:
         return ForkedProcess(answer["pid"], self)
 
     def close(self) -> None:
-        """Ends the zygote and all that it has forked."""
+        """End the zygote and all processes that it has forked."""
         self._connection.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
     def exit_code(self, pid: int, timeout_s: float | None) -> int | None:
-        """None if ``pid`` has not ended within ``timeout_s``. Told once: the pid may soon be another process's."""
+        """Return the exit code of ``pid``, or None if it has not ended within ``timeout_s``.
+
+        A code is told only once: the pid may soon be another process's.
+        """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         while pid not in self._exits:
             answer = self._read(None if ends_s is None else max(ends_s - time.monotonic(), 0.0))
@@ -112,7 +115,7 @@ class Zygote:
         self._exits[answer["exited"]] = answer["code"]
 
     def reap(self, pid: int) -> None:
-        """Lets go of an ended process; until then its pid is not given to another one."""
+        """Let go of an ended process; until then its pid is not given to another one."""
         self._send(reap=pid)
 
     def _send(self, **message: Any) -> None:
@@ -131,18 +134,18 @@ class Zygote:
 
 
 class ForkedProcess:
-    """What ``subprocess.Popen`` offers, as far as it is needed, for a process forked by a zygote."""
+    """A process forked by a zygote, with as much of the interface of ``subprocess.Popen`` as is needed."""
 
     def __init__(self, pid: int, zygote: Zygote):
         self.pid, self._zygote = pid, zygote
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code (negative: signal), or None while it runs."""
+        """Return the exit code (negative: a signal), or None while the process runs."""
         return self._end(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
+        """Wait for the exit code. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         code = self._end(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
@@ -156,7 +159,7 @@ class ForkedProcess:
         return self._code
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signals the process's whole session, unless it is gone."""
+        """Send a signal to the process's whole session, unless it is gone."""
         if self._code is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -167,7 +170,7 @@ class ForkedProcess:
 
 
 class _Server:
-    """The zygote itself."""
+    """The zygote's own side: it forks processes on request."""
 
     def __init__(self, connection: socket.socket, modules: Sequence[str], parent: int):
         self._connection, self._modules, self._parent = connection, modules, parent
@@ -176,7 +179,8 @@ class _Server:
 
     def serve(self) -> int:
         _die_with(self._parent)
-        # The launcher's business; this ends with it. Not ignored: a fork must get those sent before it can take them.
+        # Signals are for the launcher, with which this ends. They are blocked, not ignored: a fork must still get those
+        # that were sent before it could handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         try:
             for module in self._modules:
@@ -186,7 +190,7 @@ class _Server:
             self._send(error=f"{type(error).__name__}: {error}")
             return 1
         gc.collect()
-        gc.freeze()  # or a collection in a child would copy the pages that it marks
+        gc.freeze()  # otherwise a collection in a child would copy the pages that it marks
         self._send(ready=True)
         while self._step():
             pass
@@ -238,7 +242,7 @@ class _Server:
 
 
 def _run_python(request: dict[str, Any], parent: int) -> int:
-    """Becomes, as far as a fork can, a fresh interpreter with the requested arguments."""
+    """Turn this fork, as far as possible, into a fresh interpreter with the requested arguments."""
     os.setsid()
     _die_with(parent)
     for fd, path in ((1, request["stdout"]), (2, request["stderr"])):
@@ -268,7 +272,7 @@ def _run_python(request: dict[str, Any], parent: int) -> int:
 
 
 def _reseed() -> None:
-    """All forks share their parent's random state; a fresh interpreter would not. Python reseeds its own."""
+    """Reseed numpy and torch, as forks share their parent's random state. Python reseeds its own generator."""
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
@@ -277,22 +281,23 @@ def _reseed() -> None:
 
 
 def prepare_environment(env: MutableMapping[str, str]) -> None:
-    """What must be set before torch and numpy are imported; the user's own values win."""
-    # Numerical libraries start threads when they are imported, unless told not to. Also torchrun's default.
+    """Set in ``env`` what must be set before torch and numpy are imported, unless the user has set it."""
+    # Numerical libraries start threads when imported, unless told not to. 1 is torchrun's default, too.
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("OPENBLAS_NUM_THREADS", env["OMP_NUM_THREADS"])
-    # torch elastic would choose 1: each rank's watchdog ends it when a peer is gone.
+    # torch elastic would choose 1, with which each rank's watchdog ends it when a peer is gone.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    # Where a peer's end is noticed the watchdog, whatever the above, has debug information dumped: it sleeps four times
-    # this long, with a lock that the next operation waits for, and minutes later its monitor ends the process. Source:
+    # Whatever the above, a watchdog that notices the end of a peer has debug information dumped. It sleeps four times
+    # this long with a lock held that the next operation waits for, and minutes later its monitor ends the process.
+    # Source:
     # torch 2.8 ProcessGroupNCCL.cpp, Watchdog::runLoop and HeartbeatMonitor::runLoop.
     env.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     env.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
-    # It would also take an abort that is slower than an operation may be for a watchdog that hangs.
+    # The monitor would also take an abort that lasts longer than an operation may for a hung watchdog.
     env.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     # Communicators with NVLink SHARP are known to hang when aborted. NVIDIA's nvidia-resiliency-ext asks for the same.
     env.setdefault("NCCL_NVLS_ENABLE", "0")
-    # torch warns of messages one by one through a communicator, which here is theirs alone.
+    # torch warns that messages through one communicator are serialized; here they have it to themselves.
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     # torch's store client complains, with a C++ stack, of every connection that ends.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
