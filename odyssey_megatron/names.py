@@ -50,3 +50,16 @@ def step_name(step: int) -> str:
 def size_text(size_bytes: int) -> str:
     """``71.6 GiB``, and what is small to the byte."""
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes:,} bytes"
+
+
+def lengths_text(counts: Iterable[tuple[int, int]]) -> str:
+    """Of pipelines, so many stages each and how many there are in a row: ``8+8+7``; ``125x8+3x7`` where there are
+    many.
+    """
+    counts = list(counts)
+    if sum(count for _, count in counts) <= _FEW:
+        return "+".join(str(length) for length, count in counts for _ in range(count))
+    of_each: dict[int, int] = {}
+    for length, count in counts:
+        of_each[length] = of_each.get(length, 0) + count
+    return "+".join(f"{count}x{length}" for length, count in of_each.items())

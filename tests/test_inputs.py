@@ -204,7 +204,6 @@ def journal(tmp_path):
     ("text", "message"),
     [
         ("7\n", "line 1: it is no event of a journal (expected Line, found 7)"),
-        (LINE + "[]\n", "line 2: it is no event of a journal (expected Line, found a list of 0)"),
         ("[" * 100_000, "nested too deeply"),
         ('{"x":' * 100_000, "nested too deeply"),
         ("9" * 5000, "line 1"),
@@ -216,7 +215,10 @@ def journal(tmp_path):
             "wall_s: a whole number is longer than a float can be",
         ),
         (LINE.replace('"loss":{}', '"loss":{"lm loss":"<b>"}'), "loss: expected float, found '<b>'"),
-        (LINE.replace('"schema_version":1', '"schema_version":"x"'), "it has schema_version x"),
+        (
+            LINE.replace('"schema_version":1', '"schema_version":"x"'),
+            "schema_version: expected int, found 'x'",
+        ),
         (LINE.replace('"schema_version":1', '"schema_version":99'), "it has schema_version 99"),
         ("", "holds 0 event(s) and no committed step"),
         (b"\x00" * 1000, "holds 0 event(s)"),

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +123,23 @@ MAX_JOURNAL_BYTES = 8 * 2**30
 """Size limit for the journal of one process; more would not fit into the memory of most machines."""
 
 
-def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """Return all events of a folder: those of one process in its order, otherwise in order of ``wall_s``.
+class NoEvent(ValueError):
+    """A line is whole, and none of a journal."""
 
-    Lines that are not JSON are left out: a line may be torn if the process was killed, or if the disk was
-    full or lost its power.
+
+def read_journal(
+    run_dir: str | Path, left_out: Callable[[str], None] = lambda said: None
+) -> Iterator[dict[str, Any]]:
+    """All events of a folder: those of one process in its order, else in order of ``wall_s``.
+
+    What is no JSON is left out: of a process that was killed, or a disk that was full or lost its power, a line may be
+    torn. So is what is no event.
+
+    Args:
+        left_out: is told of lines that are no events: a sentence for each file that has some.
 
     Raises:
-        ConfigError: A file cannot be read, was written by a newer, incompatible version, or has a line that
-            is not a journal's.
+        ConfigError: a file cannot be read, or was written by a newer, incompatible version.
     """
     events: list[tuple[float, dict[str, Any]]] = []
     try:
@@ -146,26 +154,33 @@ def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
                 f"{path}: {error}. Take it out of the folder, which is for journals."
             ) from error
         latest_s = 0.0
+        bad: list[tuple[int, NoEvent]] = []
         for number, row in enumerate(rows, 1):
             try:
                 event = event_of(row)
+            except NoEvent as error:
+                bad.append((number, error))
+                continue
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: {error}.") from error
             if event is not None:
                 latest_s = max(latest_s, event["wall_s"])  # the clock may have been set back
                 events.append((latest_s, event))
+        if bad:
+            more = f" and {len(bad) - 1:,} more" if len(bad) > 1 else ""
+            left_out(f"{path}, line {bad[0][0]}{more}: {bad[0][1]}; left out")
     return (event for _, event in sorted(events, key=lambda one: one[0]))
 
 
 def event_of(row: bytes) -> dict[str, Any] | None:
-    """Return the event of a line; None if the line is torn or empty. Raises ValueError if it is something else."""
+    """The event of a line; None if it is torn or empty. Raises NoEvent, and ValueError for another version's."""
     try:
         event = parsed(row.decode())
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
     if isinstance(event, dict):
         version = event.get("schema_version", SCHEMA_VERSION)
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
+        if isinstance(version, int) and version > SCHEMA_VERSION:
             raise ValueError(
                 f"it has schema_version {str(version)[:40]}, and this odyssey reads up to {SCHEMA_VERSION}: use the "
                 "version that wrote it"
@@ -173,8 +188,5 @@ def event_of(row: bytes) -> dict[str, Any] | None:
     try:
         from_jsonable(Line, event)
     except ValueError as error:
-        raise ValueError(
-            f"it is no event of a journal ({error}). Take the line out, or report it with the version of odyssey that "
-            "wrote it"
-        ) from None
+        raise NoEvent(f"it is no event of a journal ({error})") from None
     return event

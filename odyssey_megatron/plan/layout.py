@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from odyssey_megatron.errors import LayoutInvalid
+from odyssey_megatron.names import lengths_text
 from odyssey_megatron.plan.slices import (
     EVERYTHING,
     NOBODY,
@@ -125,9 +126,9 @@ class Layout:
 
     @property
     def lengths(self) -> str:
-        """In how many workers each pipeline is, for tables: ``8+8+7``."""
-        found = "+".join(str(len({hop.worker for hop in route.hops})) for route in self.routes)
-        return found + (", workers visited more than once" if self.revisits else "")
+        """In how many workers each pipeline is, for tables."""
+        found = [(len({hop.worker for hop in route.hops}), 1) for route in self.routes]
+        return lengths_text(found) + (", workers visited more than once" if self.revisits else "")
 
     def with_tied(self, layers: Iterable[int]) -> set[int]:
         """``layers``, and the tied weight where they need it."""

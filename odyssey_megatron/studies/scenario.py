@@ -10,7 +10,6 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec, check_world
 from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
-from odyssey_megatron.doctor.launch_line import read_job
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.policy.profile import Profile, load_profile
@@ -26,6 +25,7 @@ MAX_VISITS = 262_144
 _SIZE = Between(1, MAX_GPUS, whole=True)
 _MICROBATCHES = Between(1, MAX_VISITS, whole=True)
 _MODEL = "llama2-7b"
+_CLUSTER = "4x8"
 _SIZES = ("pipeline", "tensor", "context", "expert")
 
 
@@ -59,8 +59,12 @@ class Scenario:
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that describe cluster, model and job."""
-    parser.add_argument("--cluster", default="4x8", metavar="NODESxGPUS", help="default: 4x8")
+    """The flags that describe cluster, model and job."""
+    parser.add_argument(
+        "--cluster",
+        metavar="NODESxGPUS",
+        help=f"default: what the --job tells torchrun or Slurm, or {_CLUSTER}",
+    )
     parser.add_argument(
         "--job",
         default="",
@@ -119,7 +123,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     if options.fit and options.profile:
         raise ConfigError("--fit and --profile both say what layers cost: leave one of them out.")
     line = _overridden(_line(options, more), options)
-    nodes, gpus = _cluster(options.cluster)
+    nodes, gpus = _cluster(options.cluster or line.cluster or _CLUSTER)
     pp, cell = line.pipeline_model_parallel_size, Cell.in_job(0, line)
     check_world(nodes * gpus, pp, cell)
     dp = nodes * gpus // (pp * cell.size)
@@ -189,7 +193,7 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
             raise ConfigError(f"--model and {also} both say which model it is: leave one of them out.")
         if not options.job:
             return launch_line.read((), more)
-        return replace(launch_line.read(read_job(options.job).flags, more), name=options.job)
+        return launch_line.read_script(options.job, more, _CLUSTER if not options.cluster else "")
     if more and not more[0].startswith("--"):
         raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
     if options.fit and not options.model:
