@@ -215,7 +215,8 @@ def play(system: System, world: World, trace: Trace) -> Played:
     """
     running = system.start(world)
     alive = set(world.workers)
-    now, ready, tokens, still, restarts = 0.0, 0.0, 0.0, 0.0, 0
+    now, tokens, still, restarts = 0.0, 0.0, 0.0, 0
+    ready = _ready_s(now, running)
     history = [(0.0, _rate(world, running), "healthy")]
     for change in (*trace.changes, Change(t_s=trace.duration_s)):
         tokens += max(0.0, change.t_s - max(now, ready)) * _rate(world, running)
@@ -227,7 +228,7 @@ def play(system: System, world: World, trace: Trace) -> Played:
         half_step_s = running.step_s / 2 if math.isfinite(running.step_s) else 0.0
         running = system.change(world, running, tuple(sorted(alive)))
         restarts += running.restarted
-        ready = now + running.downtime_s + (half_step_s if change.died else 0.0)
+        ready = _ready_s(now, running) + (half_step_s if change.died else 0.0)
         history.append((now, _rate(world, running), running.note))
     return Played(
         system=system.name,
@@ -236,6 +237,11 @@ def play(system: System, world: World, trace: Trace) -> Played:
         restarts=restarts,
         history=tuple(history),
     )
+
+
+def _ready_s(now_s: float, running: Running) -> float:
+    """When it trains; what cannot run stands still."""
+    return now_s + running.downtime_s if math.isfinite(running.step_s) else math.inf
 
 
 def _rate(world: World, running: Running) -> float:

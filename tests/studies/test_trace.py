@@ -150,6 +150,14 @@ def test_memory_rules_out():
     assert math.isinf(Bamboo().start(small).step_s)
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_who_has_lost_everything_stands_still_and_restarts(system):
+    changes = (Change(t_s=500.0, died=tuple(range(8))), Change(t_s=1500.0, joined=tuple(range(8))))
+    played = play(system(), WORLD, Trace(name="all", changes=changes, duration_s=5000.0, mtbf_s=3600.0))
+    assert played.downtime_s >= 1000 + WORLD.profile.restart_s
+    assert played.restarts == 1
+
+
 WORK_S = 16 * 8 * 3.0
 """Of all layers and microbatches of a step in :data:`WORLD`, on one worker."""
 
