@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -219,14 +221,18 @@ def journal(tmp_path):
             LINE.replace('"schema_version":1', '"schema_version":"x"'),
             "schema_version: expected int, found 'x'",
         ),
-        (LINE.replace('"schema_version":1', '"schema_version":99'), "it has schema_version 99"),
+        (
+            LINE.replace('"schema_version":1', '"schema_version":99'),
+            "report: {run}/journal/rank0.jsonl, line 1: it has schema_version 99",
+        ),
         ("", "holds 0 event(s) and no committed step"),
         (b"\x00" * 1000, "holds 0 event(s)"),
         (b"\x80\xff{}", "holds 0 event(s)"),
     ],
 )
 def test_what_no_journal_holds(journal, capsys, text, message):
-    assert message in refused(capsys, "report", journal(text))
+    run = journal(text)
+    assert message.replace("{run}", str(run)) in refused(capsys, "report", run)
 
 
 def test_what_a_journal_may_hold_when_its_writer_was_killed(journal, capsys):
@@ -258,6 +264,27 @@ def test_what_else_may_lie_in_a_journal_s_folder(journal, capsys):
         for command in (["report", folder.parent], ["inject", folder.parent, "--rank", 0]):
             assert message in refused(capsys, *command)
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_a_journal_s_folder_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "journal").symlink_to("journal")
+    told = refused(capsys, "inject", tmp_path, "--rank", 0)
+    assert "journal cannot be read (Too many levels of symbolic links)" in told
+
+
+@pytest.mark.parametrize("more", [[], ["--slow", "2"]])
+def test_a_rank_of_another_user(journal, capsys, monkeypatch, more):
+    started = f'"event":"rank_started","target":0,"pid":{os.getpid()}'
+    now = LINE.replace('"event":"step_committed"', started).replace('"t_s":1.0', f'"t_s":{time.monotonic()}')
+
+    def refuse(*to):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    told = refused(capsys, "inject", journal(now), "--rank", 0, *more)
+    assert "gets no signal (Operation not permitted). Do it as the user who has started the job" in told
+    assert "no record of a rank 0" in refused(capsys, "inject", journal(now.replace("pid", "x")), "--rank", 0)
 
 
 def test_what_a_journal_says_leaves_the_terminal_as_it_is(journal, capsys):

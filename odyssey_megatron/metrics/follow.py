@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.metrics.journal import NoEvent, event_of
+from odyssey_megatron.metrics.journal import NoEvent, event_of, files_of
 from odyssey_megatron.metrics.timeline import JournalEvent, last_job
 
 _NOT_SHOWN = tuple(f'"event":"{name}"'.encode() for name in ("samples", "trace", "weights"))
@@ -56,7 +56,7 @@ class Follower:
         Raises:
             ConfigError: a file cannot be read, or was written by a newer, incompatible version.
         """
-        for path in sorted((self.folder / "journal").glob("*.jsonl")):
+        for path in files_of(self.folder):
             file = self._files.setdefault(path.name, _File())
             try:
                 with path.open("rb") as stream:

@@ -123,6 +123,17 @@ MAX_JOURNAL_BYTES = 8 * 2**30
 """Size limit for the journal of one process; more would not fit into the memory of most machines."""
 
 
+def files_of(run_dir: str | Path) -> list[Path]:
+    """The journal's, one of each process; none if there is no journal. Raises ConfigError."""
+    folder = Path(run_dir) / "journal"
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read ({error.strerror}).") from error
+
+
 class NoEvent(ValueError):
     """A line is whole, and none of a journal."""
 
@@ -142,11 +153,7 @@ def read_journal(
         ConfigError: a file cannot be read, or was written by a newer, incompatible version.
     """
     events: list[tuple[float, dict[str, Any]]] = []
-    try:
-        paths = sorted((Path(run_dir) / "journal").glob("*.jsonl"))
-    except OSError as error:
-        raise ConfigError(f"{run_dir}/journal cannot be read ({error.strerror}).") from error
-    for path in paths:
+    for path in files_of(run_dir):
         try:
             rows = read_bytes(path, MAX_JOURNAL_BYTES).split(b"\n")
         except ValueError as error:

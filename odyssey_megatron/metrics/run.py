@@ -79,8 +79,9 @@ def read_run(run_dir: str | Path) -> Run:
             "started with (--odyssey-run-dir)."
         )
     left_out: list[str] = []
+    found = list(read_journal(folder, left_out.append))
     try:
-        events = last_job(list(read_journal(folder, left_out.append)))
+        events = last_job(found)
         steps = committed_steps(events)
         name = name_of(folder)
         run = Run(
