@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from odyssey_megatron.cluster.cell import Cell
@@ -166,13 +166,28 @@ def _costs(line: LaunchLine, options: argparse.Namespace, cell: Cell) -> tuple[s
     """Return a name for what is planned, its profile, and sentences on its costs. Raises ConfigError."""
     if options.profile:
         profile = load_profile(options.profile)
-        return options.profile, profile, (_source(profile),)
+        return options.profile, profile, tuple(_of_profile(line, profile, options.profile))
     estimate = _estimated(line, options.accelerator, cell)
     if not options.fit:
         return f"{line.name} on {options.accelerator}", estimate, (_source(estimate),)
     found = fitted(options.fit)
     notes = (str(found), found.far(estimate))
     return f"{line.name}, as {', '.join(options.fit)}", found.profile(estimate), tuple(filter(None, notes))
+
+
+def _of_profile(line: LaunchLine, profile: Profile, path: str) -> Iterator[str]:
+    """Raises ConfigError: it is another model's."""
+    layers = len(profile.costs.layers) - 2
+    if line.model is not None and line.model.num_layers != layers:
+        raise ConfigError(
+            f"--profile {path} has {layers} transformer layers, and {line.name} has {line.model.num_layers}: it is "
+            "another model's. --fit takes what runs of other models have measured."
+        )
+    yield _source(profile)
+    if profile.source == "measured":
+        yield "they are of the run's own micro-batch, tensor-, context- and expert-parallel sizes, whatever is given"
+    if line.model is None:
+        yield "how long sequences are is not known of a profile alone, so that each counts as one token: name the model"
 
 
 def _source(profile: Profile) -> str:
@@ -202,7 +217,7 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
             f"the run's own model needs no fit: --profile {options.fit[0]}."
         )
     name = options.model or _MODEL
-    model = None if options.profile else named("model", name, MODELS)
+    model = None if options.profile and not options.model else named("model", name, MODELS)
     return LaunchLine(model=model, name=name, pipeline_model_parallel_size=4, config=config_from_argv(more))
 
 

@@ -61,6 +61,23 @@ def test_ranks_that_share_out_experts_die_together(capsys, tmp_path):
     assert "8 workers" in capsys.readouterr().out
 
 
+def test_a_profile_is_of_the_very_model(capsys, tmp_path):
+    """It alone does not say how long sequences are."""
+    profile = str(tmp_path / "profile.json")
+    preset_profile("llama2-7b", "h100").save(profile)
+    flags = ["--width", "0", "--profile", profile]
+    assert main_plan(flags) == 0
+    assert "each counts as one token" in capsys.readouterr().out
+    assert main_plan([*flags, "--model", "llama2-7b"]) == 0
+    named = capsys.readouterr().out
+    assert "each counts as one token" not in named
+    assert main_plan(["--width", "0"]) == 0
+    rate = re.compile(r"[\d,]+ tokens/s")
+    assert rate.search(named)[0] == rate.search(capsys.readouterr().out)[0]
+    with pytest.raises(ConfigError, match="has 32 transformer layers, and llama2-13b has 40"):
+        main_plan([*flags, "--model", "llama2-13b"])
+
+
 def test_a_slow_gpu_is_planned_around(capsys):
     assert main_plan(["--cluster", "1x8", "--slow", "0:3=0.4", "--width", "60"]) == 0
     text = capsys.readouterr().out
