@@ -87,6 +87,10 @@ def refused(capsys, *argv) -> str:
         ("run missing.py", "missing.py: there is no such script"),
         ("run --nnodes 0 script.py", "--nnodes 0: a whole number from 1 to 100,000 is expected, found 0"),
         ("run --nnodes two script.py", "found 'two'"),
+        (
+            "run --nnodes 2 --node-rank 2 tests/test_inputs.py",
+            "--node-rank 2: --nnodes 2 has the node ranks 0 to 1",
+        ),
         ("run script.py --odyssey-hang-s inf", "found inf"),
     ],
 )
