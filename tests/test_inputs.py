@@ -59,6 +59,8 @@ def refused(capsys, *argv) -> str:
         ("simulate --mtbf-s 1e-6", "found 1e-06"),
         ("simulate --mtbf-s 1", "at most 5,000 with their repairs are played"),
         ("simulate --mtbf-s nan", "found nan"),
+        ("simulate --mtbf-s 9 --trace x", "--trace and --mtbf-s say what is played in different ways"),
+        ("simulate --mtbf-s 9 --losses 2", "--losses is for --interval-s, and --mtbf-s is given"),
         ("simulate --duration-s inf", "found inf"),
         ("simulate --repair-s -1", "found -1"),
         ("simulate --group-build-s -1", "found -1"),

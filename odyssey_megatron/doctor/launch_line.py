@@ -127,7 +127,7 @@ def read_job(named: str) -> Line:
             )
         return Line("", case_flags(named_cases[name] if name else cases[0]))
     except (ValueError, ConfigError) as error:
-        raise ConfigError(f"--job {named}: {error}") from None
+        raise ConfigError(f"--job {named}: {str(error).removesuffix('.')}.") from None
 
 
 def case_flags(case: Any) -> list[str]:
