@@ -194,7 +194,10 @@ class Odyssey(System):
         running = self.restarted(world, alive, "restart")
         if running.layout is not None:
             state = self._state(world, alive)
-            self.plan = scheduled("restart", running.layout, (), state, world.profile)
+            try:
+                self.plan = scheduled("restart", running.layout, (), state, world.profile)
+            except PlanInfeasible:  # on fewer replicas, more of the optimizer's state is on each
+                return Running(layout=None, step_s=math.inf, downtime_s=0.0, note="out of memory")
         return running
 
     def _state(self, world: World, alive: Sequence[int]) -> ClusterState:
