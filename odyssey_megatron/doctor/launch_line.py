@@ -31,7 +31,7 @@ class Verdict:
     unknown: tuple[str, ...]
     """Flags that are not Megatron-LM's. They pass if the script adds them."""
     unread: tuple[str, ...] = ()
-    """Words in which there may be more flags: what they stand for is known only when the script runs."""
+    """Words that may hold more flags: what they stand for is known only when the script runs."""
     undecided: tuple[str, ...] = ()
     """Flags that may be refused or not: what their values are is known only when the script runs."""
     script: str = ""
@@ -74,7 +74,10 @@ class Verdict:
 
 
 def judged(flags: Sequence[str], version: str | None = None, script: str = "") -> Verdict:
-    """What a job of ``script`` with ``flags`` would say. Raises ConfigError: of Odyssey's own flags one is wrong."""
+    """Return what a job of ``script`` with ``flags`` would say.
+
+    Raises ConfigError if one of Odyssey's own flags is wrong.
+    """
     config, unknown = settings(flags)
     args, parser, strange = looked_at(flags, version)
     ignored = dict(refusals.ignored(args, parser))

@@ -71,7 +71,7 @@ def _told_slurm(text: str) -> list[str]:
 
 
 def _launches(text: str, variables: Variables, before: list[str], depth: int = 0) -> Iterator[Line]:
-    """Each Python script that is run with flags."""
+    """Yield each Python script that is run with flags."""
     for command in _commands(text, variables):
         words = list(_expanded(command, variables))
         for position, word in enumerate(words):
@@ -85,7 +85,7 @@ def _launches(text: str, variables: Variables, before: list[str], depth: int = 0
                 if _number_of_flags(arguments):
                     yield Line(word, arguments, [*before, *words[:position]])
                 break
-            if ".py" in word and len(word.split()) > 1 and depth < 3:  # as for sh -c
+            if ".py" in word and len(word.split()) > 1 and depth < 3:  # a command in quotes, as for sh -c
                 yield from _launches(word, variables, [*before, *words[:position]], depth + 1)
 
 

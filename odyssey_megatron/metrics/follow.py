@@ -54,7 +54,7 @@ class Follower:
         """Return the events of the folder's latest job, on one clock (``timeline.last_job``).
 
         Raises:
-            ConfigError: a file cannot be read, or was written by a newer, incompatible version.
+            ConfigError: A file cannot be read, or was written by a newer, incompatible version.
         """
         for path in files_of(self.folder):
             file = self._files.setdefault(path.name, _File())

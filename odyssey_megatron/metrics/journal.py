@@ -141,16 +141,16 @@ class NoEvent(ValueError):
 def read_journal(
     run_dir: str | Path, left_out: Callable[[str], None] = lambda said: None
 ) -> Iterator[dict[str, Any]]:
-    """All events of a folder: those of one process in its order, else in order of ``wall_s``.
+    """Return all events of a folder: those of one process in its order, otherwise in order of ``wall_s``.
 
-    What is no JSON is left out: of a process that was killed, or a disk that was full or lost its power, a line may be
-    torn. So is what is no event.
+    Lines that are not JSON are left out: a line may be torn if the process was killed, or if the disk was
+    full or lost its power. So are lines that are not events.
 
     Args:
-        left_out: is told of lines that are no events: a sentence for each file that has some.
+        left_out: Is told of lines that are not events, one sentence for each file that has some.
 
     Raises:
-        ConfigError: a file cannot be read, or was written by a newer, incompatible version.
+        ConfigError: A file cannot be read, or was written by a newer, incompatible version.
     """
     events: list[tuple[float, dict[str, Any]]] = []
     for path in files_of(run_dir):
@@ -180,7 +180,7 @@ def read_journal(
 
 
 def event_of(row: bytes) -> dict[str, Any] | None:
-    """The event of a line; None if it is torn or empty. Raises NoEvent, and ValueError for another version's."""
+    """Return the event of a line; None if it is torn or empty. Raises NoEvent; ValueError for a newer version's."""
     try:
         event = parsed(row.decode())
     except (json.JSONDecodeError, UnicodeDecodeError):

@@ -196,7 +196,7 @@ def _samples(run: Run) -> str:
 
 
 def sentence(line: str) -> str:
-    """With a capital letter and a full stop."""
+    """Return ``line`` with a capital letter and a full stop."""
     return line[:1].upper() + line[1:] + "." * (line[-1:] not in ("", "."))
 
 

@@ -45,7 +45,7 @@ class Run:
     traced: tuple[ExecutedStep, ...]
     samples: SampleCheck
     state: Live
-    """Its last one."""
+    """The last state of the job."""
     left_out: tuple[str, ...]
     """Sentences on lines of the journal that are no events."""
 

@@ -59,7 +59,7 @@ class Scenario:
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that describe cluster, model and job."""
+    """Add the flags that describe cluster, model and job."""
     parser.add_argument(
         "--cluster",
         metavar="NODESxGPUS",

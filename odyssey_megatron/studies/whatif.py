@@ -62,7 +62,7 @@ class Answer:
     best: Plan
     """The best plan of the healthy job, whatever the launch line's layout."""
     decision: Decision | None
-    """None: nobody is dead or slow, or the job ends."""
+    """None if no GPU is dead or slow, or the job would end."""
     both: TwoSpeed | None
     decide_s: float
     losses: list[NextLoss]
@@ -75,7 +75,7 @@ class Answer:
 
     @property
     def plan(self) -> Plan:
-        """What the job would go on with; the plan before, if it would not."""
+        """The plan with which the job would go on; the one before, if it would end."""
         return self.decision.plan if self.decision else self.before
 
     def communicators(self, plan: Plan) -> Communicators:
@@ -192,7 +192,7 @@ def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
 
 
 def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
-    """What a job would decide. Raises PlanInfeasible: the healthy one does not fit."""
+    """Return what a job would decide. Raises PlanInfeasible if the healthy one does not fit."""
     profile, config = scenario.profile, scenario.config
     # A job that does not fit would start without regard to memory; whoever asks wants to know that it does not fit.
     initial_plan(replace(scenario.job, least_holders=0, eager_forwards=False), scenario.state, profile)
