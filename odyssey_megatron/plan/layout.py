@@ -130,7 +130,7 @@ class Layout:
 
     @property
     def lengths(self) -> str:
-        """The number of workers in each pipeline as text for tables; see :func:`odyssey_megatron.names.lengths_text`."""
+        """The number of workers in each pipeline as text; see :func:`odyssey_megatron.names.lengths_text`."""
         found = [(len({hop.worker for hop in route.hops}), 1) for route in self.routes]
         return lengths_text(found) + (", workers visited more than once" if self.revisits else "")
 
