@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP: an agent that is told to end, and ranks that are told so together with it.
+"""Signals that tell an agent to end, and ranks together with it: SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2.
 
 The first one asks, as ``--odyssey-on-sigterm`` says; the next one ends the job at once. A rank by itself dies of a
 signal like of anything else. Batch systems send theirs to all processes of a node, though: a rank whose agent is
@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from odyssey_megatron.cluster.events import Ask
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The last two come from batch systems some time ahead of a limit (Slurm's ``--signal=USR1@120``)."""
+_LEFT_TO_AGENT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SAME_S = 0.3
 """Signals within this time are one: a terminal and a launcher above this one may both send theirs."""
 _TOGETHER_S = 1.0
@@ -100,9 +104,11 @@ class Received:
 
 
 def leave_to_agent(asked: Callable[[], Ask]) -> None:
-    """From now on SIGTERM ends this rank only if its agent is not ``asked`` to end in the same moment.
+    """From now on SIGTERM, SIGUSR1 and SIGUSR2 end this rank only if its agent is not ``asked`` to end in the same
+    moment.
 
-    Called in the main thread. Whoever installs a handler of its own afterwards has it.
+    Called in the main thread. A handler that the script has installed for one of the last two stays, and whoever
+    installs one afterwards has it.
     """
     ours, theirs = socket.socketpair()
     for one in (ours, theirs):
@@ -114,18 +120,29 @@ def leave_to_agent(asked: Callable[[], Ask]) -> None:
     def follow() -> None:
         while True:
             (number,) = theirs.recv(1)
-            if number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler:
+            if signal.getsignal(number) is handler:
                 ends_s = time.monotonic() + _TOGETHER_S
                 while not asked() and time.monotonic() < ends_s:
                     time.sleep(0.01)
                 if not asked():
                     _die_of(number)
 
-    signal.signal(signal.SIGTERM, handler)
+    caught = _caught()
+    for number in _LEFT_TO_AGENT:
+        is_free = number not in caught and signal.getsignal(number) == signal.SIG_DFL
+        if number == signal.SIGTERM or is_free:
+            signal.signal(number, handler)
     signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=follow, args=(), name="odyssey-signals", daemon=True).start()
-    # Data loaders are forked: they have no such thread.
+    # Data loaders are forked, and have no such thread. They go on without heed of the last two, as their rank does.
     os.register_at_fork(after_in_child=lambda: _as_usual(ours))
+
+
+def _caught() -> set[int]:
+    """Signals that this process has a handler for, be it one in C that Python does not know of (faulthandler's)."""
+    status = Path("/proc/self/status").read_text()
+    mask = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 def _as_usual(wakeup: socket.socket) -> None:
