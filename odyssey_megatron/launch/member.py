@@ -236,7 +236,7 @@ class Member:
         return self._watch.newer_than(number)
 
     def rest(self, *, behind_step: bool) -> None:
-        """Note that the main thread executes no instructions from now on, and may take longer while nobody waits for it.
+        """Note that the main thread executes no instructions from now on, and may take longer if nobody waits for it.
 
         ``behind_step`` says that it has just completed a step.
         """
@@ -313,7 +313,7 @@ class Member:
         return generations.with_all_routes(self._control, number, layout)
 
     def _gets_on(self) -> bool:
-        """Whether to go on beating. False ends this process, as its main thread is stuck. Runs in the beating thread."""
+        """Whether the main thread makes progress. If not, this process ends. Runs in the heartbeat's thread."""
         if self.asked == Ask.LEAVE and not self._watch.settled and not self._leaves:
             self._leaves = True
             self._beside(self._leave_while_waiting)
