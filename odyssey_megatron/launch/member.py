@@ -1,4 +1,4 @@
-"""``Member``: a rank's side of the control plane. It hears of generations, and reports to the coordinator."""
+"""``Member``: a rank's side of the control plane. It learns of generations, and reports to the coordinator."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ from odyssey_megatron.plan.layout import Layout
 class Member:
     """This process as a member of the job.
 
-    Two threads: one beats a slot of shared memory that the agent reads, as long as the main thread gets on
-    (``attention.py``), one waits for generations (``watch.py``). All
-    methods are for the main thread. Methods that talk to the store raise ControlPlaneLost when it is gone.
+    It has two threads. One writes heartbeats into a slot of shared memory that the agent reads, as long as the main
+    thread makes progress (``attention.py``). The other waits for generations (``watch.py``). All public methods are
+    for the main thread. Those that talk to the store raise ControlPlaneLost when it is gone.
 
     Args:
-        watch: a second connection, for the generations.
+        control: the main thread's connection to the store.
+        watch: a second connection, for the thread that waits for generations.
+        each: number of places of a whole cell that this rank fills.
     """
 
     def __init__(
@@ -66,15 +68,15 @@ class Member:
     ):
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
         self.each = each
-        """Places of a whole cell that it fills, as its agent has it: see ``Cell``."""
+        """Number of places of a whole cell that this rank fills, as its agent has told it: see ``Cell``."""
         self.agreed_s: float | None = None
-        """When the members of its generation had agreed on how far they are, on its own clock."""
+        """Time, on this rank's clock, when the members of its generation had agreed on how far they are."""
         self._control, self._heartbeat = control, heartbeat
         self._on_offer: Callable[[Generation], None] = lambda offered: None
         self._watcher_control = watch
         self._attention = Attention(config.op_timeout_s, config.recovery_timeout_s, time.monotonic())
         self._leaves, self._overdue = False, 0
-        """The last generation that was asked to end as this rank's main thread does not get on."""
+        """The last generation that was asked to end because this rank's main thread is stuck at an instruction."""
         self._watch = Watch(
             watch,
             self._hear_offer,
@@ -116,22 +118,22 @@ class Member:
 
     @property
     def left_alone(self) -> bool:
-        """Whether this process has lost another one of its cell before it held anything."""
+        """Whether this process has been shut out of the job, as when it lost a rank of its cell while it joined."""
         return isinstance(self._watch.lost, Fenced)
 
     def cell(self, sizes: ParallelSizes) -> Cell:
-        """This rank's, in a job of these sizes: smaller than others if it has lost ranks for good."""
+        """Return this rank's cell in a job of these sizes: a smaller cell if it has lost ranks for good."""
         return Cell.in_job(self.rank, sizes).smaller(self.each)
 
     @property
     def heard_s(self) -> float:
-        """When this rank heard of the newest generation, on its own clock."""
+        """Time, on this rank's clock, when it learned of the newest generation."""
         return self._watch.heard_s
 
     def join(self) -> None:
-        """A new process in the place of a dead rank: says that it is ready, and follows the generations from here on.
+        """Report that this process, which replaces a dead rank, is ready, and follow the generations from here on.
 
-        Everything that takes time should be done by now, since the others will wait for this rank in their steps.
+        Do everything that takes time before, since the others will wait for this rank in their steps.
 
         Raises:
             Fenced: the rank is alive, or its node was asked to leave meanwhile.
@@ -152,13 +154,13 @@ class Member:
 
     @classmethod
     def connect(cls, config: OdysseyConfig, *, journal: Journal | None = None) -> Member:
-        """Joins the job that started this process. Raises ConfigError if ``odyssey run`` did not."""
+        """Join the job that started this process. Raises ConfigError if it was not started by ``odyssey run``."""
         env = environment.of_rank()
         environment.die_with(int(env["ODYSSEY_PARENT_PID"]))
         host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
         rank, incarnation = int(env["RANK"]), int(env.get("ODYSSEY_INCARNATION", "0"))
         each = int(env.get("ODYSSEY_PLACES", "1"))
-        # The first sign of life before the connects: from here on the agent notices a hang.
+        # The heartbeat begins before the connections are made: from here on the agent notices a hang.
         heartbeat = Heartbeat(env["ODYSSEY_HEARTBEAT"], int(env["ODYSSEY_SLOT"]), config.heartbeat_s)
         if env.get("ODYSSEY_ON_SIGTERM") in ("save", "leave"):
             leave_to_agent(lambda: heartbeat.asked)
@@ -188,94 +190,102 @@ class Member:
 
     @property
     def asked(self) -> Ask:
-        """What this node's agent, which was sent a signal, wants of its ranks. Reads memory."""
+        """What this node's agent asks of its ranks after it was sent a signal. Only reads shared memory."""
         return Ask.NOTHING if self._heartbeat is None else self._heartbeat.asked
 
     @property
     def store(self) -> dist.Store:
-        """The raw store under the job's prefix, for the addresses of groups."""
+        """The plain store under the job's prefix, through which groups exchange addresses."""
         return self._control.store
 
     def refuse(self, error: ConfigError | Unsound) -> NoReturn:
-        """Ends this rank, and the job. The launcher prints one rank's message, once."""
+        """End this rank because of ``error``, and with it the job. The launcher prints one rank's message, once.
+
+        A rank that has not joined yet ends alone.
+        """
         if self._watch.settled:
             self._control.put_first(keys.REFUSED, str(error))
-        else:  # a rank that would join: the others do without it
+        else:
             sys.stderr.write(f"[odyssey] rank {self.rank} cannot join: {error}\n")
         raise SystemExit(error.exit_code)
 
     def fail(self, error: Exception) -> None:
-        """Before this rank ends by an exception of its own: does not return if others have it, too."""
+        """Call before this rank ends by its own exception. Does not return if other ranks have the same one."""
         number, _ = self._watch.newest()
         end_if_shared(self._control, error, rank=self.rank, generation=number, history=self._watch.history)
 
     def excused(self) -> contextlib.AbstractContextManager[None]:
-        """In the body this rank is not taken for hung: for compiled code that keeps the GIL. Its death is noticed."""
+        """Return a context in which this rank is never taken for hung, for compiled code that keeps the GIL.
+
+        Its death is noticed all the same.
+        """
         return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.excused()
 
     # -- generations ----------------------------------------------------------------------------------
 
     def newer_than(self, number: int) -> bool:
-        """Whether a generation after ``number`` exists (or the control plane is lost). Reads a variable."""
+        """Whether a generation after ``number`` exists, or the control plane is lost. Only reads a variable."""
         return self._watch.newer_than(number)
 
     def look(self, number: int) -> bool:
-        """As :meth:`newer_than`, before each instruction of a step in generation ``number``, by which others see that
-        this thread gets on.
+        """As :meth:`newer_than`; also note that the main thread makes progress.
+
+        Call it before each instruction of a step in generation ``number``.
         """
         self._attention.look(number, time.monotonic())
         return self._watch.newer_than(number)
 
     def rest(self, *, behind_step: bool) -> None:
-        """This thread does other things from now on, for as long as nobody waits for it. ``behind_step``: it is through
-        with one.
+        """Note that the main thread executes no instructions from now on, and may take longer if nobody waits for it.
+
+        ``behind_step`` says that it has just completed a step.
         """
         self._attention.rest(behind_step=behind_step)
 
     def wait_up_to(self, op_timeout_s: float) -> None:
-        """So long one instruction may take, and messages are waited for: it is not what the launch line said."""
+        """Set how long one instruction may take, where the value of the launch line does not apply."""
         self._attention.op_timeout_s = op_timeout_s
 
     def on_newer(
         self, number: int, end: Callable[[bool], None], fall: Callable[[], None] | None = None
     ) -> None:
-        """Has the watcher call ``end`` when generation ``number`` ends, *before* anyone here can see a newer one.
-
-        Also called when the control plane is lost.
+        """Have the watcher call ``end`` when generation ``number`` ends, *before* code of this process can see a newer
+        one. It is also called when the control plane is lost.
 
         Args:
-            end: hears whether all who go on knew by then that nothing more of it counts (``falling.py``).
-            fall: is called first, and says so here; None where whoever waits hears of the end.
+            end: is passed whether all ranks that go on knew by then that nothing more of it counts (``falling.py``).
+            fall: is called first, to make that known in this process. None if the end itself tells all who wait.
         """
         self._watch.on_newer(number, end, fall)
 
     def await_newer(self, number: int, why: str) -> None:
-        """Until there is a generation after ``number``, which is asked for, as this rank cannot go on in that one. One
-        that holds nothing yet does not wait. Raises ControlPlaneLost if none comes.
+        """Ask for a generation after ``number``, in which this rank cannot go on, and wait until there is one.
+
+        A rank that holds nothing yet returns at once. Raises ControlPlaneLost if none comes.
         """
         if self._watch.settled:
             self._entering.await_newer(number, why)
 
     def forget(self, number: int) -> None:
-        """Nothing is to be called any more when generation ``number`` ends."""
+        """Drop the callbacks of :meth:`on_newer` for generation ``number``."""
         self._watch.forget(number)
 
     def on_offer(self, callback: Callable[[Generation], None]) -> None:
-        """Makes the watcher call ``callback`` for each generation that is offered from now on."""
+        """Have the watcher call ``callback`` for each generation that is offered from now on."""
         self._on_offer = callback
 
     def take_offer(self, number: int) -> None:
-        """This rank enters offered generation ``number``, unless a newer one has ended it."""
+        """Enter offered generation ``number``, unless a newer one has ended it."""
         self._watch.take_offer(number)
 
     def next_generation(self, after: int, timeout_s: float | None = None, *, why: str = "") -> Generation:
-        """Blocks for the newest generation after ``after``, asking for one if none comes soon.
+        """Wait for the newest generation after ``after``, and ask for one if none comes soon.
 
         Args:
             after: the last generation this rank was in; 0 before the first.
-            timeout_s: default ``recovery_timeout_s``; ``store_timeout_s`` for the first. A rank that joins waits
-                for as long as it takes.
-            why: what the coordinator hears if it has to be asked.
+            timeout_s: by default ``recovery_timeout_s``, and ``store_timeout_s`` for the first generation. A rank
+                that joins waits without limit.
+            why: the reason that the coordinator is told if it is asked for a generation.
 
         Raises:
             Fenced: the others go on without this rank (I8), or have finished.
@@ -285,8 +295,9 @@ class Member:
         return self._entering.next_generation(after, timeout_s, why=why)
 
     def meet(self, generation: Generation) -> None:
-        """This rank is in the groups of a ``generation`` that begins between two steps, and so are the others when it
-        returns, or about to be. Raises Superseded.
+        """Meet the ranks that join in ``generation``, which begins between two steps. This rank is in its groups.
+
+        When it returns, the others are in them, too, or about to be. Raises Superseded.
         """
         if self.rank in generation.fresh:
             self._entering.await_others(generation.number)
@@ -294,15 +305,15 @@ class Member:
             self._entering.let_in(generation)
 
     def with_all_routes(self, number: int, layout: Layout) -> Layout:
-        """``layout`` of generation ``number``, which this rank is in, with the ways that all microbatches go.
+        """Return ``layout`` of this rank's generation ``number`` with the routes of all microbatches.
 
         Raises:
-            Superseded: it has ended.
+            Superseded: the generation has ended.
         """
         return generations.with_all_routes(self._control, number, layout)
 
     def _gets_on(self) -> bool:
-        """In the heartbeat's thread: False ends this process, whose main thread is stuck."""
+        """Whether the main thread makes progress. If not, this process ends. Runs in the heartbeat's thread."""
         if self.asked == Ask.LEAVE and not self._watch.settled and not self._leaves:
             self._leaves = True
             self._beside(self._leave_while_waiting)
@@ -315,8 +326,8 @@ class Member:
 
     @staticmethod
     def _beside(work: Callable[[], None]) -> None:
-        """In a thread: the store may be what does not answer, and the one that beats has to."""
-        with contextlib.suppress(RuntimeError):  # this process ends
+        """Run ``work`` in a thread of its own, since the store may not answer, and the heartbeat must go on."""
+        with contextlib.suppress(RuntimeError):  # no thread can start while the process ends
             threading.Thread(target=work, name="odyssey-attention", daemon=True).start()
 
     def _leave_while_waiting(self) -> None:
@@ -327,7 +338,7 @@ class Member:
             self.ask_retry(number, reason)
 
     def _hear_offer(self, text: str) -> None:
-        """In the watcher's thread."""
+        """Pass an offered generation on if it concerns this process. Runs in the watcher's thread."""
         offered = generations.read(text, self.rank, self._watcher_control)
         if isinstance(offered, Generation) and concerns(offered, self.rank, self.incarnation):
             self._on_offer(offered)
@@ -339,8 +350,9 @@ class Member:
     # -- reports --------------------------------------------------------------------------------------
 
     def report_live(self, number: int, done: int = 0) -> None:
-        """Says that this rank holds all its state of generation ``number``. Returns once on record. ``done``: pieces
-        of common work so far, by which the coordinator sees that the job gets on.
+        """Report that this rank holds all its state of generation ``number``. Returns once that is on record.
+
+        ``done`` is the number of pieces of common work so far, by which the coordinator sees that the job gets on.
         """
         self._watch.settled = True
         ago_s = None if self.agreed_s is None else time.monotonic() - self.agreed_s
@@ -348,32 +360,35 @@ class Member:
         self._control.send(live, acknowledged=True)
 
     def decline(self, number: int, reason: str) -> None:
-        """This rank cannot prepare offered generation ``number``."""
+        """Report that this rank cannot prepare offered generation ``number``."""
         self._control.send(OfferFailed(rank=self.rank, generation=number, reason=reason))
 
     def ask_retry(self, number: int, reason: str) -> None:
-        """Asks for fresh groups, although nobody may have died. Ignored once ``number`` is outdated."""
+        """Ask for fresh groups, although perhaps nobody has died. Ignored once ``number`` is outdated."""
         patience_s = self._attention.longest_s
         self._control.send(Retry(rank=self.rank, generation=number, reason=reason, patience_s=patience_s))
 
     def note(self, name: str, value: str) -> None:
-        """Leaves ``value`` for whoever takes over a task of this rank's."""
+        """Leave ``value`` for the rank that takes over a task of this rank's."""
         self._control.put(f"note/{name}", value)
 
     def noted(self, name: str) -> str | None:
-        """The newest value left under ``name``, if there is one."""
+        """Return the newest value that a rank left under ``name``, if there is one."""
         return self._control.peek(f"note/{name}")
 
     def publish_observations(self, observations_json: str) -> None:
-        """Replaces what the coordinator knows of this rank's measured costs when it next decides."""
+        """Replace the measured costs of this rank that the coordinator uses for its next decision."""
         self._control.put(keys.observations_key(self.rank), observations_json)
 
     def finish(self, number: int, early: int = -1) -> None:
-        """Call after the last step: returns when every member of generation ``number`` got here. ``early``: after so
-        many, as the job was asked to end; -1: after all.
+        """Call after the last step: returns when every member of generation ``number`` got here.
+
+        Args:
+            number: this rank's generation.
+            early: the number of steps done, if the job was asked to end before its last step; else -1.
 
         Raises:
-            Superseded: somebody died first, and the others may need this rank to finish their step.
+            Superseded: a rank died first, and the others may need this one to finish their step.
         """
         self.report_live(number)
         self._control.send(RankFinished(rank=self.rank, generation=number, early=early))
@@ -381,7 +396,7 @@ class Member:
         newest, text = self._watch.newest()
         if not isinstance(generations.read(text, self.rank, self._control), Finished):
             raise Superseded(f"generation {newest} came while rank {self.rank} was finishing")
-        # What the script still does may be what the training was for: it has not left before its end.
+        # What the script still does may be what the training was for, so the rank leaves only when the script ends.
         atexit.register(self._leave)
 
     def _leave(self) -> None:
