@@ -51,3 +51,18 @@ def step_name(step: int) -> str:
 def size_text(size_bytes: int) -> str:
     """Return a size as text: in GiB (``71.6 GiB``), or to the byte below one GiB."""
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes:,} bytes"
+
+
+def lengths_text(counts: Iterable[tuple[int, int]]) -> str:
+    """Return the lengths of pipelines as text: ``8+8+7``, or ``125x8+3x7`` if there are many.
+
+    Args:
+        counts: (length, number of pipelines in a row that have it), in the pipelines' order.
+    """
+    counts = list(counts)
+    if sum(count for _, count in counts) <= _FEW:
+        return "+".join(str(length) for length, count in counts for _ in range(count))
+    of_each: dict[int, int] = {}
+    for length, count in counts:
+        of_each[length] = of_each.get(length, 0) + count
+    return "+".join(f"{count}x{length}" for length, count in of_each.items())

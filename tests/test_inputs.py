@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -57,6 +59,8 @@ def refused(capsys, *argv) -> str:
         ("simulate --mtbf-s 1e-6", "found 1e-06"),
         ("simulate --mtbf-s 1", "at most 5,000 with their repairs are played"),
         ("simulate --mtbf-s nan", "found nan"),
+        ("simulate --mtbf-s 9 --trace x", "--trace and --mtbf-s say what is played in different ways"),
+        ("simulate --mtbf-s 9 --losses 2", "--losses is for --interval-s, and --mtbf-s is given"),
         ("simulate --duration-s inf", "found inf"),
         ("simulate --repair-s -1", "found -1"),
         ("simulate --group-build-s -1", "found -1"),
@@ -85,6 +89,10 @@ def refused(capsys, *argv) -> str:
         ("run missing.py", "missing.py: there is no such script"),
         ("run --nnodes 0 script.py", "--nnodes 0: a whole number from 1 to 100,000 is expected, found 0"),
         ("run --nnodes two script.py", "found 'two'"),
+        (
+            "run --nnodes 2 --node-rank 2 tests/test_inputs.py",
+            "--node-rank 2: --nnodes 2 has the node ranks 0 to 1",
+        ),
         ("run script.py --odyssey-hang-s inf", "found inf"),
     ],
 )
@@ -204,7 +212,6 @@ def journal(tmp_path):
     ("text", "message"),
     [
         ("7\n", "line 1: it is no event of a journal (expected Line, found 7)"),
-        (LINE + "[]\n", "line 2: it is no event of a journal (expected Line, found a list of 0)"),
         ("[" * 100_000, "nested too deeply"),
         ('{"x":' * 100_000, "nested too deeply"),
         ("9" * 5000, "line 1"),
@@ -216,15 +223,22 @@ def journal(tmp_path):
             "wall_s: a whole number is longer than a float can be",
         ),
         (LINE.replace('"loss":{}', '"loss":{"lm loss":"<b>"}'), "loss: expected float, found '<b>'"),
-        (LINE.replace('"schema_version":1', '"schema_version":"x"'), "it has schema_version x"),
-        (LINE.replace('"schema_version":1', '"schema_version":99'), "it has schema_version 99"),
+        (
+            LINE.replace('"schema_version":1', '"schema_version":"x"'),
+            "schema_version: expected int, found 'x'",
+        ),
+        (
+            LINE.replace('"schema_version":1', '"schema_version":99'),
+            "report: {run}/journal/rank0.jsonl, line 1: it has schema_version 99",
+        ),
         ("", "holds 0 event(s) and no committed step"),
         (b"\x00" * 1000, "holds 0 event(s)"),
         (b"\x80\xff{}", "holds 0 event(s)"),
     ],
 )
 def test_what_no_journal_holds(journal, capsys, text, message):
-    assert message in refused(capsys, "report", journal(text))
+    run = journal(text)
+    assert message.replace("{run}", str(run)) in refused(capsys, "report", run)
 
 
 def test_what_a_journal_may_hold_when_its_writer_was_killed(journal, capsys):
@@ -256,6 +270,27 @@ def test_what_else_may_lie_in_a_journal_s_folder(journal, capsys):
         for command in (["report", folder.parent], ["inject", folder.parent, "--rank", 0]):
             assert message in refused(capsys, *command)
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_a_journal_s_folder_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "journal").symlink_to("journal")
+    told = refused(capsys, "inject", tmp_path, "--rank", 0)
+    assert "journal cannot be read (Too many levels of symbolic links)" in told
+
+
+@pytest.mark.parametrize("more", [[], ["--slow", "2"]])
+def test_a_rank_of_another_user(journal, capsys, monkeypatch, more):
+    started = f'"event":"rank_started","target":0,"pid":{os.getpid()}'
+    now = LINE.replace('"event":"step_committed"', started).replace('"t_s":1.0', f'"t_s":{time.monotonic()}')
+
+    def refuse(*to):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+    told = refused(capsys, "inject", journal(now), "--rank", 0, *more)
+    assert "gets no signal (Operation not permitted). Do it as the user who has started the job" in told
+    assert "no record of a rank 0" in refused(capsys, "inject", journal(now.replace("pid", "x")), "--rank", 0)
 
 
 def test_what_a_journal_says_leaves_the_terminal_as_it_is(journal, capsys):

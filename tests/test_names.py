@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.names import layer_name, layer_names, step_name
+from odyssey_megatron.names import layer_name, layer_names, lengths_text, step_name
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,8 @@ def test_layers(layers, text):
 
 def test_steps():
     assert step_name(3) == "step 3 (iteration 4)"
+
+
+def test_pipelines_are_counted_where_there_are_many():
+    assert lengths_text([(8, 2), (7, 1)]) == "8+8+7"
+    assert lengths_text([*[(18, 1)] * 900, (17, 2)]) == "900x18+2x17"

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 from odyssey_megatron import patch
+from odyssey_megatron.config import OdysseyConfig, config_from_argv, flag_of
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Job, Row
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import refusals
 
+_SETTINGS = frozenset(flag_of(one) for one in fields(OdysseyConfig))
+BARE = frozenset(flag_of(one) for one in fields(OdysseyConfig) if "bare" in one.metadata)
+"""Flags of Odyssey's that need no value."""
 _CONSTANTS = {"True": True, "False": False}
 
 
@@ -42,6 +49,33 @@ def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.
     spelled = {known[name][0]: [name] for name in names if name in known}
     defaults = dict.fromkeys(vars(args), _NOT_GIVEN)
     return args, refusals.Parser(flags=spelled, defaults=defaults, version=version or ""), strange
+
+
+def settings(flags: Sequence[str]) -> tuple[OdysseyConfig, list[str]]:
+    """Odyssey's settings in a launch script's ``flags``, and those whose value only running it would tell. Raises
+    ConfigError.
+    """
+    known, unknown = list[str](), dict[str, str]()
+    for before, word in pairwise(["", *flags]):
+        flag, is_assigned, _ = word.partition("=$")
+        if before in BARE and word.startswith("$"):
+            continue  # more flags, and not its value
+        if before in _SETTINGS and word.startswith("$") and not _can_be(before, word):
+            unknown[known.pop()] = f"{before} {word}"
+        elif flag in _SETTINGS and is_assigned and not _can_be(word):
+            unknown[flag] = word
+        else:
+            unknown.pop(word.partition("=")[0], None)  # said again, behind the script's flags
+            known.append(word)
+    return config_from_argv(known), list(unknown.values())
+
+
+def _can_be(*words: str) -> bool:
+    try:
+        config_from_argv(words)
+    except ConfigError:
+        return False
+    return True
 
 
 def rows(job: Job, version: str | None) -> Iterator[Row]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from odyssey_megatron import codec
-from odyssey_megatron.config import config_from_argv
-from odyssey_megatron.doctor.flags import known_to, looked_at
+from odyssey_megatron.doctor.flags import BARE, known_to, looked_at, settings
 from odyssey_megatron.doctor.launch_script import UNKNOWN, Line, launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import read_text
@@ -33,6 +32,8 @@ class Verdict:
     """Flags that are not Megatron-LM's. They pass if the script adds them."""
     unread: tuple[str, ...] = ()
     """Words that may hold more flags: what they stand for is known only when the script runs."""
+    undecided: tuple[str, ...] = ()
+    """Flags that may be refused or not: what their values are is known only when the script runs."""
     script: str = ""
     """The name of the script, if it is not one that has been tried."""
 
@@ -59,6 +60,11 @@ class Verdict:
                 f"  not looked at, as only running it would tell what they stand for: {' '.join(self.unread)}. If "
                 "there are flags in them, add these to this command"
             )
+        if self.undecided:
+            lines.append(
+                f"  not decided, as only running it would tell: {', '.join(self.undecided)}. Give these to this "
+                "command, too, with their values"
+            )
         if self.script and not self.refused:
             lines.append(
                 f"  {self.script} is none of {', '.join(TRIED)}: what it builds is looked at when the job starts, and "
@@ -72,7 +78,7 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
 
     Raises ConfigError if one of Odyssey's own flags is wrong.
     """
-    config = config_from_argv(flags)
+    config, unknown = settings(flags)
     args, parser, strange = looked_at(flags, version)
     ignored = dict(refusals.ignored(args, parser))
     distributed = bool(getattr(args, "use_distributed_optimizer", False))
@@ -87,6 +93,7 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
             one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted
         ),
         unread=tuple(_unread(flags, known_to(version))),
+        undecided=(*refusals.undecided(args), *unknown),
         script="" if name in TRIED else name,
     )
 
@@ -94,7 +101,8 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
 def _unread(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
     """Yield variables and commands that are not the value of a flag."""
     for before, word in pairwise(["", *flags]):
-        is_value = before.startswith("--") and "=" not in before and known.get(before, ("", None))[1] is None
+        takes_one = before not in BARE and known.get(before, ("", None))[1] is None
+        is_value = before.startswith("--") and "=" not in before and takes_one
         if word.startswith("$") and not is_value:
             yield "$(...)" if word == UNKNOWN else word
 
@@ -122,7 +130,7 @@ def read_job(named: str) -> Line:
             )
         return Line("", case_flags(named_cases[name] if name else cases[0]))
     except (ValueError, ConfigError) as error:
-        raise ConfigError(f"--job {named}: {error}") from None
+        raise ConfigError(f"--job {named}: {str(error).removesuffix('.')}.") from None
 
 
 def case_flags(case: Any) -> list[str]:

@@ -16,6 +16,7 @@ from odyssey_megatron.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\})")
+_SBATCH = re.compile(r"^#SBATCH\s+(.*)", re.MULTILINE)
 _COMMENT = re.compile(r"(?:(?<=\s)|^)#.*", re.MULTILINE)
 _SEPARATORS = frozenset(";&|<>()\n")
 UNKNOWN = "$UNKNOWN"
@@ -33,6 +34,8 @@ class Line(NamedTuple):
     script: str
     """The path of the script; empty if it is not known."""
     flags: list[str]
+    launcher: Sequence[str] = ()
+    """What stands before the script: what Slurm is told, in the file's comments and by srun, and then torchrun."""
 
 
 def launch_line(text: str) -> Line:
@@ -45,7 +48,7 @@ def launch_line(text: str) -> Line:
         ConfigError: It is not a shell script, or runs no Python script.
     """
     try:
-        found = list(_launches(text, {}))
+        found = list(_launches(text, {}, _told_slurm(text)))
     except ValueError as error:
         raise ConfigError(
             f"this is no shell script that can be read without running it ({error}). Give the flags themselves, in "
@@ -63,7 +66,11 @@ def _number_of_flags(arguments: Sequence[str]) -> int:
     return sum(one.startswith("--") for one in arguments)
 
 
-def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[Line]:
+def _told_slurm(text: str) -> list[str]:
+    return [word for line in _SBATCH.findall(text) for word in line.split("#")[0].split()]
+
+
+def _launches(text: str, variables: Variables, before: list[str], depth: int = 0) -> Iterator[Line]:
     """Yield each Python script that is run with flags."""
     for command in _commands(text, variables):
         words = list(_expanded(command, variables))
@@ -76,10 +83,10 @@ def _launches(text: str, variables: Variables, depth: int = 0) -> Iterator[Line]
                     for part in (one.split() if one[:2] == "--" else [one])
                 ]
                 if _number_of_flags(arguments):
-                    yield Line(word, arguments)
+                    yield Line(word, arguments, [*before, *words[:position]])
                 break
             if ".py" in word and len(word.split()) > 1 and depth < 3:  # a command in quotes, as for sh -c
-                yield from _launches(word, variables, depth + 1)
+                yield from _launches(word, variables, [*before, *words[:position]], depth + 1)
 
 
 def _commands(text: str, variables: Variables) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import selectors
 import socket
@@ -50,6 +51,10 @@ _NOBODY_CAME = (
     "nobody who hosts this job answered at {host}:{port} within {limit_s:.0f} s. Start {who}, and look whether that "
     "address is its own."
 )
+_WAITS = (
+    "[odyssey] nobody who hosts this job answers at {host}:{port} yet ({error}); waiting for {limit_s:.0f} s. It is "
+    "{who}"
+)
 _NOT_OURS = (
     "this host, where the job's nodes are to meet, cannot listen at {host}:{port}: {error}. Give another port "
     "(--master-port, or that of --odyssey-job-host), or with --odyssey-bind the address of the interface of this host "
@@ -61,6 +66,8 @@ _ONLY_HERE = (
 )
 _MEET_S = 600.0
 """How long nodes wait for the first one; torchrun's own limit."""
+_SAYS_AFTER_S = 5.0
+"""Of waiting, that somebody does: others may start a little later."""
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _ASKED_AT_ONCE, _ASKED_FOR_S = 256, 2.0
 """Strangers at the door: so many at most, the longest there makes room; and so long each."""
@@ -114,8 +121,12 @@ class Admission(RendezvousHandler):
     def _open(self) -> int:
         meeting, session = self._meeting, secrets.token_hex(_NONCE_BYTES)
         self.token = session_token(meeting.token, session)
-        family, own = _resolve(meeting.bind or meeting.host)
-        _, named = _resolve(meeting.host)
+        where = {"host": meeting.bind or meeting.host, "port": meeting.port}
+        try:
+            family, own = _resolve(meeting.bind or meeting.host)
+            _, named = _resolve(meeting.host)
+        except OSError as error:
+            raise ConfigError(_NOT_OURS.format(**where, error=error)) from None
         if ip_address(named).is_loopback and meeting.host not in (named, "localhost"):
             option = "--odyssey-job-host" if meeting.is_apart else "--master-addr"
             say(_ONLY_HERE.format(host=meeting.host, address=named, option=option))
@@ -123,7 +134,6 @@ class Admission(RendezvousHandler):
             door = _listen(family, own, meeting.port)
             inside = _listen(family, own, 0)
         except OSError as error:
-            where = {"host": meeting.bind or meeting.host, "port": meeting.port}
             raise ConfigError(_NOT_OURS.format(**where, error=error)) from None
         give_up_after(inside, meeting.lease_s)
         hosts = _Hosts(inside, family)
@@ -139,15 +149,19 @@ class Admission(RendezvousHandler):
 
     def _knock(self) -> int:
         meeting, ends_s = self._meeting, time.monotonic() + _MEET_S
+        who = "odyssey host there" if meeting.is_apart else "the first node with --node-rank 0"
+        where = {"host": meeting.host, "port": meeting.port, "limit_s": _MEET_S, "who": who}
+        says_s = ends_s - _MEET_S + _SAYS_AFTER_S
         while True:
             try:
                 found = ask(meeting.host, meeting.port, meeting.token)
                 break
-            except OSError:
+            except OSError as error:
                 if time.monotonic() > ends_s:
-                    who = "odyssey host there" if meeting.is_apart else "the first node with --node-rank 0"
-                    where = {"host": meeting.host, "port": meeting.port, "limit_s": _MEET_S, "who": who}
                     raise ConfigError(_NOBODY_CAME.format(**where)) from None
+                if time.monotonic() > says_s:
+                    says_s = math.inf
+                    say(_WAITS.format(**where, error=error))
                 time.sleep(0.1)
         self.token = session_token(meeting.token, found["session"])
         self._store = dist.TCPStore(

@@ -1,7 +1,7 @@
-"""Whether a rank's training thread gets on, as the other threads of its process see it.
+"""Whether a rank's training thread makes progress, as the other threads of its process see it.
 
-One that is stuck, in a read from a file server that does not answer or in a call to its device's driver, enters no
-generation. Its process beats all the same, and the others would try to go on with it again and again.
+A training thread may be stuck, in a read from a file server that does not answer or in a call to its device's driver.
+It then enters no generation, but its process would still beat, and the others would try to go on with it forever.
 """
 
 from __future__ import annotations
@@ -9,26 +9,29 @@ from __future__ import annotations
 from odyssey_megatron.launch.awake import Awake
 
 TRIES = 3
-"""Generations that the training thread has to miss in a row, of those that others have asked for as they wait. Deaths
-say nothing: all may rightly be busy, as with a checkpoint. The limits count from the last of these.
+"""Number of generations in a row that a stuck training thread has missed. Only those count that waiting ranks asked
+for: after a death all may rightly be busy, e.g. with a checkpoint. Time limits count from the last of them.
 """
 
 COMPILES_S = 600.0
-"""So much longer an instruction may take in a process's first step. Source: torch's limit for NCCL's collectives, in
-which whoever trains without Odyssey has compiled, too (``kProcessGroupNCCLDefaultTimeout``, ProcessGroupNCCL.hpp).
+"""Additional time that an instruction may take in a process's first step, for compilation. Source: torch's limit for
+collectives of NCCL, within which jobs without Odyssey must compile, too (``kProcessGroupNCCLDefaultTimeout``,
+ProcessGroupNCCL.hpp).
 """
 
 _FROZEN_S = 5.0
-"""Twice what lies between two looks of the thread that looks here if its process was stopped in between."""
+"""Limit for ``Awake``: if more than half of it lies between two checks by the other thread, the whole process was
+stopped in between.
+"""
 
 
 class Attention:
-    """What the training thread did last, and what it has not heeded yet.
+    """What the training thread did last, and which generations it has missed since.
 
     Args:
-        op_timeout_s: from one instruction of a step to the next it takes no longer, nor for others to wait for it.
-        recovery_timeout_s: so long the others wait if it does.
-        now_s: as below, on one clock.
+        op_timeout_s: the longest time from one instruction of a step to the next, and for others to wait for it.
+        recovery_timeout_s: how long the others wait for it after that.
+        now_s: the time; here and in all methods on the same clock.
     """
 
     def __init__(self, op_timeout_s: float, recovery_timeout_s: float, now_s: float):
@@ -40,49 +43,53 @@ class Attention:
 
     @property
     def limit_s(self) -> float:
-        """For the instruction that the training thread is at."""
+        """Time limit for the instruction at which the training thread is."""
         return self.op_timeout_s + (0.0 if self._is_warm else COMPILES_S)
 
     @property
     def longest_s(self) -> float:
-        """Whoever has not come to anything by then is taken for stuck, whatever he was at."""
+        """Time after which a rank that has not made progress counts as stuck, whatever it is doing."""
         return self.op_timeout_s + self._recovery_timeout_s
 
     # -- the training thread --------------------------------------------------------------------------------------
 
     def look(self, generation: int, now_s: float) -> None:
-        """It comes to its next instruction, in this generation."""
+        """The training thread comes to its next instruction, in ``generation``."""
         self._looked_s, self._generation, self._works = now_s, generation, True
 
     def rest(self, *, behind_step: bool) -> None:
-        """It is through with what it looked out in. ``behind_step``: so nothing is left to compile in another one."""
+        """The training thread executes no instructions for now.
+
+        ``behind_step``: it has completed a step, so that nothing is left to compile in the next one.
+        """
         self._works, self._is_warm = False, self._is_warm or behind_step
 
     def heed(self) -> None:
-        """It has come for the newest generation, or waits for one."""
+        """The training thread has come to enter the newest generation, or waits for one."""
         self._works, self._missed = False, 0
 
     # -- other threads --------------------------------------------------------------------------------------------
 
     def call(self, now_s: float) -> None:
-        """There is a new generation to enter, as somebody waits for others."""
+        """A new generation is to be entered, because a rank waits for others."""
         self._missed += 1
         if self._missed <= TRIES:
             self._missed_s = now_s
 
     def overdue(self, now_s: float) -> int:
-        """The generation in which it has been at one instruction of a step for longer than any may take; 0: none.
+        """Return the generation in which the training thread has exceeded the limit for one instruction; 0 if none.
 
-        Before it has done a step it may be compiling. Where all of this process has stood still, nothing is.
+        Before its first step the limit includes the time to compile. Time in which the whole process was stopped does
+        not count.
         """
         late = now_s - max(self._looked_s, self._awake.since_s(now_s)) > self.limit_s
         return self._generation if late and self._works and not self._missed else 0
 
     def is_lost(self, now_s: float) -> bool:
-        """Whether it is stuck: the others have tried again and again without it, and for long.
+        """Whether the training thread is stuck: the others have tried often and long enough without it.
 
-        Before it has been in a generation it is not: it may be reading a checkpoint, or making an index of its data.
-        Where it may compile, or does what is its script's affair, as writing a checkpoint, it has longer.
+        It never is before its first instruction: it may be reading a checkpoint, or making an index of its data. It
+        has more time where it may compile, or does its script's own work, such as writing a checkpoint.
         """
         missing = self._generation > 0 and self._missed >= TRIES
         limit_s = self._recovery_timeout_s if self._works and self._is_warm else self.op_timeout_s

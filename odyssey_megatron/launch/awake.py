@@ -1,22 +1,22 @@
-"""Who was itself not running cannot say that others are silent.
+"""Since when a process has been running without a pause: only then can it tell that others are silent.
 
-A process that is stopped, or whose host is suspended, finds on waking that everybody has been silent for long: nothing
-of that is known. It shows as a gap between two of its own looks.
+To a process that was stopped, or whose host was suspended, all others seem to have been silent for long when it wakes,
+which may be wrong. The pause shows as a gap between two of its own looks.
 """
 
 from __future__ import annotations
 
 
 class Awake:
-    """Since when the caller has looked without a gap. One who waits for signs of life gives time again after each."""
+    """Tells since when the caller has looked without a gap. After a gap it gives others the full time again."""
 
     def __init__(self, limit_s: float):
-        """``limit_s``: how long a silence may last. Looks are to come several times in that time."""
+        """``limit_s`` is how long a silence may last. Look several times within it: half of it is a gap."""
         self._gap_s = limit_s / 2
         self._looked_s = self._since_s = -float("inf")
 
     def since_s(self, now_s: float) -> float:
-        """Silence counts from here on. Call it with each look."""
+        """Return the time from which silence counts. Call it with each look."""
         if now_s - self._looked_s > self._gap_s:
             self._since_s = now_s
         self._looked_s = now_s

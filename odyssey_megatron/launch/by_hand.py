@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from odyssey_megatron.errors import ConfigError
@@ -42,13 +43,25 @@ def main(argv: list[str]) -> int:
     pid = _pid_of(args)
     if args.slow:
         print(f"rank {args.rank} (pid {pid}) runs for 1/{args.slow:g} of the time", flush=True)
-        _hold_back(pid, args.slow, args.for_s or math.inf)
+        with _reached(args.rank, pid):
+            _hold_back(pid, args.slow, args.for_s or math.inf)
         print(f"rank {args.rank} (pid {pid}) is left alone")
         return 0
     name = args.signal or SIGNALS[0]
-    os.kill(pid, getattr(signal, "SIG" + name))
+    with _reached(args.rank, pid):
+        os.kill(pid, getattr(signal, "SIG" + name))
     print(f"sent SIG{name} to rank {args.rank} (pid {pid})")
     return 0
+
+
+@contextlib.contextmanager
+def _reached(rank: int, pid: int) -> Iterator[None]:
+    """Raises ConfigError where what the body sends to a rank does not reach it."""
+    try:
+        yield
+    except OSError as error:
+        who = " Do it as the user who has started the job." * isinstance(error, PermissionError)
+        raise ConfigError(f"rank {rank} (pid {pid}) gets no signal ({error.strerror}).{who}") from None
 
 
 def _pid_of(args: Namespace) -> int:
@@ -56,7 +69,7 @@ def _pid_of(args: Namespace) -> int:
     started = [
         event
         for event in read_journal(args.run_dir)
-        if event["event"] == "rank_started" and event.get("target") == args.rank
+        if event["event"] == "rank_started" and event.get("target") == args.rank and "pid" in event
     ]
     if not started:
         raise ConfigError(
@@ -99,7 +112,7 @@ def _hold_back(pid: int, slow: float, for_s: float) -> None:
                 signal.pidfd_send_signal(process, signal.SIGCONT)
                 time.sleep(runs_s)
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(process, signal.SIGCONT)
         os.close(process)
         signal.signal(signal.SIGTERM, before)

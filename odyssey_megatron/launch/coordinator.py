@@ -1,7 +1,7 @@
-"""The coordinator: the only writer of membership, generations and plans. A thread in the job's host.
+"""The coordinator: the only writer of membership, generations and plans. It is a thread in the job's host.
 
-It reads one queue of events, has ``reactions.py`` say what follows from them, and does that: it asks the planner,
-publishes generations, answers who joins, and ends the job.
+It reads one queue of events. ``reactions.py`` says what follows from them, and the coordinator does it: it asks the
+planner, publishes generations, answers ranks that join, and ends the job.
 """
 
 from __future__ import annotations
@@ -49,19 +49,24 @@ from odyssey_megatron.policy.table import candidates_table
 _log = logging.getLogger(__name__)
 
 _COALESCE_S = 0.003
-"""Deaths of one incident reach the queue within this time of each other: one generation for all of them."""
+"""Time within which all deaths of one incident reach the queue, so that one generation covers them all."""
 _TICK_S = 0.1
 _ALIKE_S = 3.0
-"""All ranks that end by the same mistake have ended within this time, on a machine that is busy, too."""
+"""Time within which all ranks that fail by the same mistake have ended, even on a busy machine."""
 _WAITS_S = 60.0
-"""How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
+"""How often the user is told which ranks have not ended after the last step. They are not stopped, since what their
+scripts still write may be what the job was for.
+"""
 _STOP_GRACE_S = 1.5
-"""How long ranks may take to leave by themselves after a stop; then they are told to (``verdict.ENDS_S``)."""
+"""How long ranks may take to leave by themselves after a stop, before they are made to (``verdict.ENDS_S``)."""
 
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """The job waits: looking through a large plan for garbage again and again takes as long as to make it."""
+    """Suspend garbage collection while the job waits for a decision.
+
+    Collections that traverse a large plan again and again take as long as making the plan.
+    """
     gc.disable()
     try:
         yield
@@ -70,12 +75,12 @@ def _nothing_collected() -> Iterator[None]:
 
 
 class Coordinator:
-    """One job, from its ranks' first words to the verdict.
+    """Coordinates one job, from the first words of its ranks to the verdict.
 
     Args:
-        nodes: node of each rank.
+        nodes: rank -> its node.
         say: shows a text to the user.
-        here: the node that this runs on; None: one without ranks.
+        here: the node on which this coordinator runs; None if that node has no ranks.
     """
 
     def __init__(
@@ -106,18 +111,18 @@ class Coordinator:
         )
         self._unheard: list[Event] = []
         self._agreed = 0
-        """The newest generation that is known to have begun with an agreement."""
+        """Number of the newest generation whose members are known to have agreed on how far they are."""
 
     def run(self) -> Verdict | None:
-        """Until the job ends; publishes the verdict. None if the store is gone."""
-        gc.freeze()  # what is imported stays, and looking through all of it in a decision takes 0.1 s
+        """Run until the job ends, and publish and return its verdict; None if the store is gone."""
+        gc.freeze()  # imported modules stay anyway, and a collection during a decision would take 0.1 s for them
         try:
             verdict = self._await_job() or (
                 self._observe() if self._observes else self._start() or self._train()
             )
         except ControlPlaneLost:
             return None
-        except Exception as error:  # noqa: BLE001 - whatever it is, agents and ranks must hear of an end
+        except Exception as error:  # noqa: BLE001 - whatever it is, agents and ranks must hear that the job ends
             self._say(traceback.format_exc())
             verdict = Verdict(code=1, why=f"the coordinator failed: {error!r}. Please report this.")
         finally:
@@ -133,12 +138,12 @@ class Coordinator:
     # -- before training ------------------------------------------------------------------------------
 
     def _await_job(self) -> Verdict | None:
-        """Until all ranks have posted the job; a verdict if one of them ends first."""
+        """Wait until all ranks have posted the job; return a verdict if one of them ends before that."""
         posted = [keys.digest_key(rank) for rank in range(self._world_size)]
         while not self._control.has(posted):
             found = self._events(_TICK_S / 2)
             if found and self._control.has(posted):
-                # Who has died since then has died in a job that runs: his agent saw it so, too.
+                # These ranks died after all had posted: for their agents, too, the job was running by then.
                 self._unheard = found
                 return None
             for event in found:
@@ -189,7 +194,7 @@ class Coordinator:
         return None
 
     def _observe(self) -> Verdict:
-        """Says what would be done about the first failure, and ends the job as a launcher does that knows no better."""
+        """Say what would be done about the first failure, and end the job, as a plain launcher would."""
         hopeless = self._start()  # the ranks do not read the generations that are published
         left, dead = set(range(self._world_size)), set[int]()
         while not dead:
@@ -220,7 +225,9 @@ class Coordinator:
             self._offer()
 
     def _note_agreements(self, events: Sequence[Event]) -> None:
-        """By this host's clock, which the report needs: it may have no rank that takes part."""
+        """Journal by this host's clock when members agreed: this host may have no rank that takes part, and the
+        report needs all times on one clock.
+        """
         for event in events:
             if (
                 isinstance(event, GenerationLive)
@@ -232,7 +239,7 @@ class Coordinator:
                 self._journal.event("generation_agreed", generation=event.generation, agreed_s=agreed_s)
 
     def _do(self, action: Action) -> Verdict | None:
-        """A verdict if the job ends by it."""
+        """Carry out ``action``; return a verdict if it ends the job."""
         match action:
             case Report():
                 self._report(action)
@@ -277,7 +284,7 @@ class Coordinator:
         plan = decided.plan
         self._offers.recovered(decided, job.live_plan)
         if job.live_plan is None:
-            # Nobody has trained yet: every rank makes its layers, and there is nothing to send.
+            # Nobody has trained yet: every rank initializes its layers itself, and there is nothing to send.
             plan = replace(plan, transfers=(), transition_s=0.0)
         decide_s = time.monotonic() - began_s
         self._publish(
@@ -286,13 +293,15 @@ class Coordinator:
         return None
 
     def _hear_out(self) -> None:
-        """Where all ranks end by the same mistake, they do so one after the other."""
+        """Wait for further deaths if all so far have the same exit code: ranks that fail by the same mistake end one
+        after the other.
+        """
         ends_s = time.monotonic() + _ALIKE_S
         while self._job.cluster.ranks and reactions.gone_alike(self._job) and time.monotonic() < ends_s:
             self._job, _ = reactions.bury(self._job, self._events(_TICK_S))
 
     def _offer(self) -> None:
-        """The next generation on the way to something better, when the last one is live."""
+        """Offer a generation with a better plan, if there is one and the last generation is live."""
         began_s = time.monotonic()
         self._job, proposal = self._offers.following(self._job, self._learning.diagnosis, began_s)
         if proposal is not None:
@@ -306,7 +315,7 @@ class Coordinator:
             )
 
     def _say_what_comes_back(self, proposal: Proposal) -> None:
-        """To the agents, before any rank of a cell leaves."""
+        """Tell the agents which ranks of the leaving cells are to come back, before any rank of a cell leaves."""
         cluster = self._job.cluster
         known = dict(cluster.incarnations)
         for worker in proposal.leaving if cluster.cell_size > 1 else ():
@@ -319,7 +328,7 @@ class Coordinator:
             self._control.put(keys.comes_back_key(worker), to_json(wanted))
 
     def _finish(self, finished: Finished) -> Verdict:
-        """Tells the members that all have finished, and waits for their exit codes."""
+        """Tell the members that all have finished, and wait for their exit codes."""
         cluster = self._job.cluster
         members, exits = {*cluster.ranks, *cluster.finished}, dict(self._job.exits)
         self._send(finished)
@@ -342,7 +351,7 @@ class Coordinator:
         )
 
     def _stop(self, told: Stop) -> Verdict:
-        """Tells the members to stop."""
+        """Tell the members to stop, and return the verdict."""
         self._send(told)
         return Verdict(code=told.code, why=told.why, grace_s=_STOP_GRACE_S)
 
@@ -380,7 +389,7 @@ class Coordinator:
         return self._control.peek(keys.REFUSED) or ""
 
     def _incident(self) -> Sequence[Event]:
-        """Its events; none if nothing has happened for a while."""
+        """Return the events of the next incident; none if nothing happens within a tick."""
         if (current := self._job.known_plan) is not None:
             self._learning.look(self._job.cluster, current)
         events = self._events(_TICK_S)
@@ -396,5 +405,5 @@ class Coordinator:
                 _log.warning("dropped a malformed event: %s", event)
             else:
                 found.append(replace(event, t_s=time.monotonic()) if isinstance(event, RankDied) else event)
-        # A node that is replaced has been lost before ranks of its place can join.
+        # Losses of nodes come first: a node that is replaced was lost before the ranks in its place could join.
         return [*self._leases.expired(time.monotonic()), *found]

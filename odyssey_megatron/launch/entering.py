@@ -1,4 +1,4 @@
-"""Which generation a rank enters next, of those that it hears of."""
+"""Which of the generations that a rank hears of it enters next."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _RETRY_AFTER_S, _LOOK_S = 0.5, 0.01
 
 
 class Part(enum.Enum):
-    """What a generation has for one process."""
+    """The part that a process has in a generation."""
 
     MEMBER = "member"
     WAITS = "waits"
     """It holds nothing yet: a recovery goes on without it, and it is offered a place afterwards."""
     LEFT = "left"
-    """It is out: declared dead, or its cell has lost a rank, or is to be whole again."""
+    """It is no longer a member: declared dead, or slow and replaced, or its cell has lost a rank or is to be whole."""
     REPLACED = "replaced"
-    """Another process has its rank by now."""
+    """Another process has taken its rank by now."""
 
 
 def part_in(generation: Generation, rank: int, incarnation: int) -> Part:
-    """Of process number ``incarnation`` of ``rank``."""
+    """Return the part that process number ``incarnation`` of ``rank`` has in ``generation``."""
     if dict(generation.incarnations).get(rank, 0) != incarnation:
         return Part.REPLACED
     if rank in generation.members:
@@ -38,19 +38,21 @@ def part_in(generation: Generation, rank: int, incarnation: int) -> Part:
 
 
 def concerns(offered: Generation, rank: int, incarnation: int) -> bool:
-    """Whether this process prepares for an ``offered`` generation: also if its cell is to leave between two steps, and
-    comes back as a larger one. It has a say in when, like all.
+    """Whether this process takes part in preparing an ``offered`` generation.
+
+    It does so also if it leaves with it between two steps: all current members agree on when that is.
     """
     return part_in(offered, rank, incarnation) in (Part.MEMBER, Part.LEFT)
 
 
 class Entering:
-    """Of one process.
+    """Waits for the generations that one process enters.
 
     Args:
-        ask_retry: asks for a generation after one, and says why.
-        fenced: hears of the generation that goes on without this rank, or of the end, and why.
-        first_within_s, next_within_s: how long the first generation, and each after it, is waited for.
+        ask_retry: called with a generation's number and a reason, to ask for the next one.
+        fenced: called with number and reason of the generation that goes on without this rank, or of the job's end.
+        first_within_s: how long to wait for the first generation.
+        next_within_s: how long to wait for each later one.
     """
 
     def __init__(
@@ -93,8 +95,9 @@ class Entering:
         raise self._left_behind(message.number, message.why, message.dead)
 
     def await_newer(self, after: int, why: str, timeout_s: float | None = None) -> None:
-        """Until there is a generation after ``after``; unless that is the first, it is asked for. Raises
-        ControlPlaneLost if none comes in time.
+        """Wait for a generation after ``after``, and ask for one if none comes soon; the first is not asked for.
+
+        Raises ControlPlaneLost if none comes in time.
         """
         timeout_s = self._next_within_s if timeout_s is None else timeout_s
         ends_s = time.monotonic() + timeout_s
@@ -104,23 +107,27 @@ class Entering:
             raise ControlPlaneLost(f"no generation after {after} within {timeout_s:.1f} s")
 
     def let_in(self, generation: Generation) -> None:
-        """This rank is in an offered generation, with which it has not come: who has may count on the others now."""
+        """Let the ranks go on that join with offered ``generation``, which this older member has entered.
+
+        The lowest of the older members does so for all of them.
+        """
         if self._rank == min({*generation.members} - {*generation.fresh}):
             self._control.put(keys.entered_key(generation.number), "")
 
     def await_others(self, number: int) -> None:
-        """For who comes with offered generation ``number``: until the others are in it, too. They finish a step, an
-        evaluation and a checkpoint perhaps, which may take longer than anything that groups wait for.
+        """Wait, as a rank that joins with offered generation ``number``, until the others have entered it, too.
+
+        They may first finish a step, an evaluation and a checkpoint, which can take longer than any timeout of groups.
 
         Raises:
-            Superseded: it has come to nothing.
+            Superseded: the generation has come to nothing.
         """
         while not self._control.has([keys.entered_key(number)]):
             if self._watch.await_end(number, _LOOK_S):
                 raise Superseded(f"generation {number} has ended")
 
     def _offered_after(self, seen: int) -> Generation:
-        """Waits to be offered a place, for as long as it takes."""
+        """Wait, without limit, for a generation after ``seen`` in which this process is offered a place."""
         while True:
             seen, text, is_offer = self._watch.await_any(seen)
             message = generations.read(text, self._rank, self._control)

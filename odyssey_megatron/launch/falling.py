@@ -1,9 +1,10 @@
-"""Before anybody's device ends what is under way, all who go on know that nothing of it counts any more.
+"""Before any rank aborts its groups, all ranks that go on know that nothing of the old generation counts any more.
 
-An aborted kernel of NCCL's does not stop: it runs through, and tells the other side of each message that this is there
-(``waitPeer`` and ``postPeer`` of NCCL 2.29's ``src/device/prims_simple.h``; over NVLink what they write is the
-receiver's own counter). Whoever has not heard of the failure yet would take what lies in its buffer for a message, and
-nothing would ever show it. So words fall first (``execute/ledger.py``), everywhere, and then devices are freed.
+An aborted NCCL kernel does not stop. It runs to its end, and tells the other side of each message that the message has
+arrived (``waitPeer`` and ``postPeer`` of NCCL 2.29's ``src/device/prims_simple.h``; over NVLink they write the
+receiver's own counter). A rank that has not heard of the failure yet would take what lies in its buffer for a message,
+and nothing would ever show it. So first the words fall on all ranks, i.e. the flags that tell devices
+whether their work still counts (``execute/ledger.py``), and only then are devices freed.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from odyssey_megatron.plan.generation import Finished, Stop
 from odyssey_megatron.plan.runs import from_runs
 
 PATIENCE_S = 1.0
-"""So long one who goes on may take to hear of a generation. Behind that the step is done again instead."""
+"""Time that a rank that goes on may take to hear of a generation. After it, the step is done again instead."""
 
 
 def fallen_everywhere(rank: int, number: int, text: str, control: Control) -> bool:
-    """Says that the words of ``rank`` have fallen, as generation ``number`` has come, and waits for the others'.
+    """Report that the words of ``rank`` have fallen, since generation ``number`` has come, and wait for the others.
 
     Args:
-        text: the generation's head.
-        control: the caller's thread's.
+        text: the generation's head, or the message that ends the job.
+        control: the connection of the calling thread.
 
     Returns:
-        Whether they have fallen on all who go on; also where the job ends, and nobody does.
+        Whether they have fallen on all ranks that go on. True also if the job ends, so that none goes on.
     """
     head: wire.Head | Stop | Finished = from_jsonable(wire.Head | Stop | Finished, parsed(text))
     if not isinstance(head, wire.Head):

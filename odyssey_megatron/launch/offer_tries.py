@@ -1,30 +1,28 @@
-"""When to make an offer again after one has failed."""
+"""When to make another offer after offers have failed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _MAX_FAILED = 3
-"""After this number of failed offers in a row the next try is much later; until then the job goes on as it is."""
+"""Number of failures in a row after which the job goes on as it is for ``_AGAIN_S`` before the next offer."""
 _AGAIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class OfferTries:
-    """Counts failed offers. Some reasons for them pass, such as an overloaded host, so that it is worth trying
-    again.
-    """
+    """Count of the offers that failed. Another try makes sense, as some causes pass, like an overloaded host."""
 
     failed: int = 0
-    """Number of failed offers in a row."""
+    """Number of offers that failed in a row, at most ``_MAX_FAILED``."""
     again_s: float = 0.0
-    """The time before which nothing is offered."""
+    """Time before which nothing is offered."""
 
     def after_failure(self, now_s: float, *, for_now: bool = False) -> OfferTries:
-        """Return the count after one more failure; with ``for_now`` there is no use in trying again at once."""
+        """Return the count after one more failure. ``for_now``: it is no use to try again at once."""
         failed = _MAX_FAILED if for_now else min(self.failed + 1, _MAX_FAILED)
         return OfferTries(failed, now_s + _AGAIN_S if failed == _MAX_FAILED else 0.0)
 
     def waits(self, now_s: float) -> bool:
-        """Whether nothing is to be offered now."""
+        """Whether it is too early to offer anything."""
         return now_s < self.again_s

@@ -1,7 +1,7 @@
-"""What follows from events in a job: ``react(job, events) -> (job, actions)``. Pure functions.
+"""The coordinator's logic as pure functions: ``react(job, events) -> (job, actions)``.
 
-The coordinator (``coordinator.py``) receives the events and carries out the actions. Where an action says so it asks
-the planner, whose decision comes back through :func:`published` or :func:`offered`.
+The coordinator (``coordinator.py``) receives the events and carries out the actions. If an action needs a plan it asks
+the planner, and puts the decision into the job's state by :func:`published` or :func:`offered`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from odyssey_megatron.plan.plan import Plan
 
 _MAX_FRUITLESS = 20
-"""The number of fruitless requests for fresh groups in a row that a job survives: one more ends it. A request is
-fruitless if no work was done since the one before, and no rank died or joined. While a member has yet to enter the
-generation, the job also goes on for as long as the requests say that it may take (``patience_s``).
+"""Number of requests for fresh groups in a row that the job survives, if meanwhile no work was done and no rank died
+or joined. More of them end it, unless a member that has not entered the generation may still come.
 """
 _FRUITLESS = (
     "{count} generations in a row have come to nothing: not one step was done in them, though nobody died. In the last "
@@ -47,47 +46,47 @@ _FRUITLESS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """The state of a job, as far as the coordinator knows it."""
+    """All that the coordinator knows about a job."""
 
     cluster: ClusterState
     nodes: tuple[int, ...]
-    """The node of each rank at the start."""
+    """Node of each rank at the start."""
     exits: Mapping[int, int] = field(default_factory=dict)
     """Rank -> exit code, for ranks that have ended and are not back."""
     start_plan: Plan | None = None
     live_plan: Plan | None = None
-    """The plan of the last generation that every member reported live; its holders are complete."""
+    """Plan of the last generation that every member reported live; its holders have all of their state."""
     current: Generation | None = None
-    """The last generation that all have to enter."""
+    """The last generation that all members have to enter."""
     offered: Generation | None = None
     tries: OfferTries = field(default_factory=OfferTries)
     fruitless: int = 0
-    """Number of requests for fresh groups in a row that have come to nothing."""
+    """Number of requests for fresh groups in a row without any work done in between."""
     fruitless_since_s: float = 0.0
     done: int = 0
-    """Number of pieces of common work done, by what ranks have reported with their generations."""
+    """Number of pieces of common work (steps, evaluations, checkpoints) done, by the members' reports."""
     early: int = -1
-    """The number of steps after which a signal has ended the job; -1: none did."""
+    """Number of steps after which a signal has ended the job; -1 if none did."""
 
     @property
     def known_plan(self) -> Plan | None:
-        """The plan that the job trains with, or begins with."""
+        """The plan of the last live generation, or the first plan before any generation is live."""
         return self.live_plan or self.start_plan
 
     def ranks_on(self, node: int) -> list[int]:
-        """The ranks that began on ``node``, ascending."""
+        """Return the ranks that were on ``node`` at the start, in ascending order."""
         return [rank for rank, its in enumerate(self.nodes) if its == node]
 
     @property
     def may_offer(self) -> bool:
-        """Whether all members are live and train, and nothing is on offer."""
+        """Whether all members are live, none has finished, and no generation is on offer."""
         cluster = self.cluster
         return self.live_plan is not None and not (cluster.offered or cluster.finished) and cluster.is_live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """An event for the journal, and for the user."""
+    """Write an event into the journal, and show it to the user."""
 
     name: str
     fields: Mapping[str, Any]
@@ -95,16 +94,18 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to a rank that joins."""
+    """Answer a rank that asks to join.
+
+    ``newest`` is the number of the last generation before it joined, or None if it is refused, as the rank is alive.
+    """
 
     joined: RankJoined
     newest: int | None
-    """The number of the last generation before it joined; None: the rank is alive, so the process is not welcome."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """Delete what generations before ``number`` have left in the store; all members have entered ``number``."""
+    """Delete what generations before ``number`` have left in the store: all members have entered that one."""
 
     number: int
 
@@ -118,20 +119,22 @@ class Recover:
 
 
 Action = Report | Answer | Forget | Recover | Stop | Finished | Verdict
-"""``Stop`` and ``Finished`` let the job come to its end; with a ``Verdict`` it is over."""
+"""What the coordinator is to do. With ``Stop`` and ``Finished`` it tells the members that the job ends; with
+``Verdict`` the job is over at once.
+"""
 
 
 def react(
     job: JobState, events: Sequence[Event], *, now_s: float, refused: str = ""
 ) -> tuple[JobState, list[Action]]:
-    """Work out what follows from the events of one incident.
+    """Return what follows from the events of one incident.
 
     Args:
-        refused: The message of a rank that refuses to train, or that cannot trust its numbers.
+        refused: the message of a rank that refuses to train or cannot trust its numbers, if there is one.
 
     Returns:
-        The job after the events, and the actions to carry out, in this order. At most one action ends the job or needs
-        a plan, and it is the last.
+        The job after the events, and the actions to carry out, in order. At most one action ends the job or needs a
+        plan, and it is the last.
     """
     before, actions, wanted, lost, patience_s = job.cluster, list[Action](), "", set[int](), 0.0
     for event in events:
@@ -142,8 +145,8 @@ def react(
         job, more = _after(job, event, now_s)
         actions += more
         if was.leaving and job.cluster.failure_times_s == was.failure_times_s:
-            continue  # the ranks that have gone were to leave
-        lost |= lost_between(was, job.cluster)  # also if the rank is back already
+            continue  # no failure: the ranks that have gone were to leave
+        lost |= lost_between(was, job.cluster)  # includes ranks that are back already
     finished = job.cluster.finished
     missed = lost - finished
     if lost:
@@ -152,7 +155,7 @@ def react(
         return job, [*actions, end]
     if finished:
         left = (job.cluster.members & {*job.cluster.ranks, *finished}) - missed
-        if left and left <= finished:  # if no rank is left, ranks that joined may still wait for a place
+        if left and left <= finished:  # with no member left, ranks that joined may still wait to be filled
             return job, [*actions, Finished(number=job.cluster.newest + 1)]
     since_s = job.fruitless_since_s if job.fruitless else now_s
     job = replace(job, fruitless=0 if lost else job.fruitless + bool(wanted), fruitless_since_s=since_s)
@@ -165,7 +168,7 @@ def react(
 
 
 def bury(job: JobState, events: Sequence[Event]) -> tuple[JobState, set[int]]:
-    """Return the job after only the deaths among ``events``, and the ranks that are lost."""
+    """Return the job after the deaths among ``events``, ignoring all other events, and the ranks that are lost."""
     before = job.cluster
     for event in events:
         if isinstance(event, (RankDied, NodeLost)):
@@ -177,7 +180,8 @@ def _after(job: JobState, event: Event, now_s: float) -> tuple[JobState, list[Ac
     before, job = job.cluster, replace(job, cluster=apply(job.cluster, event))
     match event:
         case RankDied(rank=rank, code=code) if not is_old(before, event):
-            if rank not in before.finished or rank not in job.exits:  # no process may follow the finished one
+            # After a finished rank no other process of it is welcome: its first exit code counts.
+            if rank not in before.finished or rank not in job.exits:
                 job = replace(job, exits={**job.exits, rank: code})
         case NodeLost(node=node):
             job = replace(job, exits={**dict.fromkeys(job.ranks_on(node), -9), **job.exits})
@@ -214,14 +218,14 @@ def _goes_on(job: JobState, event: GenerationLive) -> tuple[JobState, list[Actio
     if job.current is None:
         return job, []
     job = replace(job, live_plan=job.current.plan)
-    # Every member has read this generation, so none still waits for an earlier one. Ranks that join may: they read
-    # all offered generations, one after the other.
+    # Every member has read this generation, so no rank still waits for an earlier one, except ranks that join: these
+    # read all offered generations one after the other.
     assert job.current is not None
     return job, [] if job.cluster.waiting_ranks else [Forget(number=job.current.number)]
 
 
 def deaths(job: JobState, lost: Collection[int], events: Sequence[Event]) -> Report:
-    """Return the journal's report of why the ``lost`` ranks have died, as far as the events say."""
+    """Return the report that the ranks in ``lost`` have died, with the causes that ``events`` tell."""
     dead, reports = sorted(lost), {one.rank: one for one in events if isinstance(one, RankDied)}
     nodes = {one.node for one in events if isinstance(one, NodeLost)}
     causes = [
@@ -239,7 +243,11 @@ def deaths(job: JobState, lost: Collection[int], events: Sequence[Event]) -> Rep
 
 
 def _hopeless(job: JobState, lost: Collection[int], refused: str) -> Stop | Verdict | None:
-    """Return the end of the job if going on is hopeless: the ranks fail by themselves, or none is left; else None."""
+    """Return how the job ends if no recovery can help, else None.
+
+    That is so if a lost rank found bad input, an error that others share or numbers that it cannot trust; if ranks
+    failed alike before any generation was live; or if no rank is left.
+    """
     codes = {job.exits.get(rank, -9) for rank in lost}
     if EXIT_UNSOUND in codes:
         return stop(job, refused, EXIT_UNSOUND)
@@ -259,12 +267,12 @@ def _hopeless(job: JobState, lost: Collection[int], refused: str) -> Stop | Verd
 
 
 def stop(job: JobState, why: str, code: int) -> Stop:
-    """Return the message that tells all members to leave with exit code ``code``."""
+    """Return the message that tells the members to leave with exit code ``code``."""
     return Stop(number=job.cluster.newest + 1, why=why, code=code)
 
 
 def layers_lost(job: JobState, error: LayersLost) -> Stop:
-    """Return the message that ends the job as no plan can be made for the ranks that are left."""
+    """Return the stop for a job whose remaining ranks do not hold all layers, so that no plan can be made for them."""
     if (alike := gone_alike(job)) is None:
         return stop(job, str(error), EXIT_LAYERS_LOST)
     code, why = alike
@@ -274,14 +282,13 @@ def layers_lost(job: JobState, error: LayersLost) -> Stop:
 
 
 def gone_alike(job: JobState) -> tuple[int, str] | None:
-    """Apply :func:`_alike` to all ranks that are not there."""
+    """As :func:`_alike`, for all ranks that are gone."""
     return _alike(job, [rank for rank in range(len(job.nodes)) if rank not in job.cluster.ranks])
 
 
 def _alike(job: JobState, ranks: Collection[int]) -> tuple[int, str] | None:
-    """Return the exit code of ``ranks`` and a message, if all failed by themselves with that code; else None.
-
-    No hardware was lost then.
+    """Return exit code and message if ``ranks`` all failed by themselves with one exit code, so that no hardware was
+    lost; else None.
     """
     codes = {job.exits.get(rank, -9) for rank in ranks}
     if len(codes) != 1 or min(codes) <= 0:
@@ -293,9 +300,9 @@ def _alike(job: JobState, ranks: Collection[int]) -> tuple[int, str] | None:
 def published(
     job: JobState, plan: Plan, why: str, *, dead: tuple[int, ...] = (), decide_s: float = 0.0
 ) -> tuple[JobState, Generation]:
-    """Return the job with a new generation that all ranks left have to enter with ``plan``, and that generation.
+    """Make a new generation with ``plan``, which all remaining ranks have to enter.
 
-    Offers that failed in the last generation may be tried again in this one.
+    Earlier failures of offers no longer count: an offer that failed in the last generation may succeed from this one.
     """
     job = replace(job, cluster=next_generation(job.cluster), offered=None, tries=OfferTries())
     generation = _generation(job, plan, why, dead=dead, decide_s=decide_s)
@@ -305,9 +312,8 @@ def published(
 def offered(
     job: JobState, plan: Plan, why: str, *, decide_s: float, leaving: frozenset[int] = frozenset()
 ) -> tuple[JobState, Generation]:
-    """Return the job with ``plan`` on offer as a new generation, and that generation.
-
-    Its members enter it between two steps, once they are prepared; workers that are ``leaving`` leave the job then.
+    """Make a new generation with ``plan`` that is on offer: its members enter it between two steps, once all are
+    prepared. The workers in ``leaving`` leave the job then.
     """
     job = replace(job, cluster=offer_generation(job.cluster, leaving))
     generation = _generation(job, plan, why, decide_s=decide_s)
@@ -317,7 +323,7 @@ def offered(
 def _generation(
     job: JobState, plan: Plan, why: str, *, dead: tuple[int, ...] = (), decide_s: float
 ) -> Generation:
-    """Return the newest generation, which is on offer or has to be entered."""
+    """Return the newest generation, which is on offer, or else has to be entered."""
     cluster = job.cluster
     return Generation(
         number=cluster.newest,

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP, as sent to an agent, or to an agent and its ranks together.
+"""Signals that ask a job to end, sent to an agent alone or with its ranks: SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2.
 
 The first signal asks the job to do what ``--odyssey-on-sigterm`` says; the next one ends it at once. A rank that alone
 is sent a signal dies of it, as of anything else. Batch systems signal all processes of a node, though: a rank whose
@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from odyssey_megatron.cluster.events import Ask
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The last two come from batch systems some time ahead of a limit (Slurm's ``--signal=USR1@120``)."""
+_LEFT_TO_AGENT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SAME_S = 0.3
 """Signals within this time count as one: a terminal and a launcher above this one may both send theirs."""
 _TOGETHER_S = 1.0
@@ -100,9 +104,11 @@ class Received:
 
 
 def leave_to_agent(asked: Callable[[], Ask]) -> None:
-    """From now on let SIGTERM end this rank only if its agent is not ``asked`` to end at the same moment.
+    """From now on have SIGTERM, SIGUSR1 and SIGUSR2 end this rank only if its agent is not ``asked`` to end at the same
+    moment.
 
-    To be called in the main thread. A handler that the script installs afterwards replaces this one.
+    To be called in the main thread. A handler that the script has installed for one of the last two stays, and one that
+    it installs afterwards for any of them replaces this one.
     """
     ours, theirs = socket.socketpair()
     for one in (ours, theirs):
@@ -114,18 +120,31 @@ def leave_to_agent(asked: Callable[[], Ask]) -> None:
     def follow() -> None:
         while True:
             (number,) = theirs.recv(1)
-            if number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler:
+            if signal.getsignal(number) is handler:
                 ends_s = time.monotonic() + _TOGETHER_S
                 while not asked() and time.monotonic() < ends_s:
                     time.sleep(0.01)
                 if not asked():
                     _die_of(number)
 
-    signal.signal(signal.SIGTERM, handler)
+    caught = _caught()
+    for number in _LEFT_TO_AGENT:
+        is_free = number not in caught and signal.getsignal(number) == signal.SIG_DFL
+        if number == signal.SIGTERM or is_free:
+            signal.signal(number, handler)
     signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=follow, args=(), name="odyssey-signals", daemon=True).start()
-    # Data loaders are forked, and a fork does not have the thread.
+    # Data loaders are forked, and a fork does not have the thread. They go on at SIGUSR1 and SIGUSR2, like their rank.
     os.register_at_fork(after_in_child=lambda: _as_usual(ours))
+
+
+def _caught() -> set[int]:
+    """Return the signals that this process has a handler for, also those in C that Python does not know
+    (faulthandler's).
+    """
+    status = Path("/proc/self/status").read_text()
+    mask = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1], 16)  # type: ignore[index]
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 def _as_usual(wakeup: socket.socket) -> None:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from odyssey_megatron.launch.signals import HANDLED
 from odyssey_megatron.metrics.outlet import KEPT_BYTES
 
 _AT_ONCE_BYTES = 1 << 16
@@ -80,7 +81,7 @@ def _start(out: int) -> tuple[int, int]:
         try:
             os.setsid()
             if os.fork() == 0:
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                for number in HANDLED:
                     signal.signal(number, signal.SIG_IGN)
                 ours = [fcntl.fcntl(one, fcntl.F_DUPFD, 3) for one in (source, out, held)]
                 for descriptor, one in enumerate(ours):

@@ -1,4 +1,4 @@
-"""Receives generations for a rank: a thread waits for them on its own connection, whatever the main thread does."""
+"""How a rank hears of generations: a thread waits for them on its own connection, whatever the main thread does."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from odyssey_megatron.plan.generation import Finished
 
 
 class Watch:
-    """The generations that this rank has heard of. All methods but :meth:`end` are to be called by the main thread.
+    """The generations of which this rank has heard. All public methods but :meth:`end` are for the main thread.
 
     Args:
-        control: A connection that nothing else uses.
-        offered: Called in the thread with the text of each generation that is offered, if this rank is ``settled``.
-        attention: The attention of the main thread.
-        fallen_everywhere: Called with number and text of a generation; see ``falling.py``.
-        alone_s: How long others may take this rank for one of theirs after it has lost the control plane.
+        control: a connection that nothing else uses.
+        offered: called in the thread with the text of each generation that is offered, if this rank is ``settled``.
+        attention: the record of what the main thread is doing.
+        fallen_everywhere: called with number and text of a generation: see ``falling.py``.
+        alone_s: how long others may still count on this rank after it has lost the control plane.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Watch:
     ):
         self.history = History()
         self.heard_s = 0.0
-        """When this rank heard of the newest generation, by its own clock."""
+        """Time, on this rank's clock, when it heard of the newest generation."""
         self.settled = settled
-        """Whether this rank may hold something; otherwise it only waits to be offered a place."""
+        """Whether this rank may hold layers. If not, it only waits to be offered a place."""
         self.lost: ControlPlaneLost | Fenced | None = None
-        """Why this rank cannot go on, whatever it is doing."""
+        """Why this rank cannot go on, whatever it is doing; None while it can."""
         self._control, self._offered, self._attention = control, offered, attention
         self._fallen_everywhere, self._alone_s = fallen_everywhere, alone_s
         self._changed = threading.Condition()
@@ -55,18 +55,18 @@ class Watch:
         self._has_words = False
 
     def start(self, seen: int = 0) -> None:
-        """Start the thread, which waits for the generations after number ``seen``."""
+        """Start the thread, which follows the generations after number ``seen``."""
         self.history.note(seen)
         threading.Thread(target=self._run, args=(seen,), name="odyssey-watch", daemon=True).start()
 
     def newest(self) -> tuple[int, str]:
-        """Return number and text of the newest generation; the number is 0 if there is none."""
+        """Return number and text of the newest generation; 0 and no text if there is none."""
         with self._changed:
             self._attention.heed()
             return self._newest, self._newest_text
 
     def newer_than(self, number: int) -> bool:
-        """Whether a generation after ``number`` exists (or this rank cannot go on). Only reads a variable."""
+        """Whether a generation after ``number`` exists, or this rank cannot go on. Only reads variables."""
         return self._newest > number or self.lost is not None
 
     def on_newer(
@@ -78,7 +78,7 @@ class Watch:
             self._has_words = self._has_words or fall is not None
 
     def forget(self, number: int) -> None:
-        """Withdraw what :meth:`on_newer` has registered for the end of generation ``number``."""
+        """Drop the callbacks of :meth:`on_newer` for generation ``number``."""
         with self._changed:
             self._on_newer.pop(number, None)
 
@@ -90,7 +90,7 @@ class Watch:
                 self.history.note(number)
 
     def await_newer(self, after: int, timeout_s: float | None) -> bool:
-        """Whether a generation after ``after`` came in time. Raises :attr:`lost`."""
+        """Wait for a generation after ``after``; return whether one came in time. Raises :attr:`lost` if it is set."""
         with self._changed:
             self._attention.heed()
             found = self._changed.wait_for(lambda: self.newer_than(after), timeout_s)
@@ -99,8 +99,9 @@ class Watch:
         return found
 
     def await_end(self, number: int, timeout_s: float) -> bool:
-        """Whether generation ``number``, with which this rank joins, ended in time, by a newer one or by another offer.
-        Raises :attr:`lost`.
+        """Wait for the end of offered generation ``number``, with which this rank joins; return whether it has ended.
+
+        A newer offer ends it, too. Raises :attr:`lost` if it is set.
         """
         with self._changed:
             self._attention.heed()
@@ -110,9 +111,9 @@ class Watch:
         return over
 
     def await_any(self, after: int) -> tuple[int, str, bool]:
-        """Wait for a generation or an offer after ``after``.
+        """Wait for a generation or an offer after ``after``; return its number, its text, and whether it is an offer.
 
-        Return its number, its text, and whether it is an offer. Raises :attr:`lost`.
+        Raises :attr:`lost` if it is set.
         """
         with self._changed:
             self._attention.heed()
@@ -124,7 +125,7 @@ class Watch:
             return self._newest, self._newest_text, False
 
     def end(self, why: ControlPlaneLost | Fenced) -> None:
-        """Note that this rank cannot go on, and end what is under way. May be called by any thread."""
+        """Note that this rank cannot go on, and end its generations. May be called from any thread."""
         with self._changed:
             self.lost = why
             self._end_before(math.inf, text=None, after_s=self._alone_s if self.settled else 0.0)
@@ -133,7 +134,7 @@ class Watch:
     def _run(self, seen: int) -> None:
         try:
             self._follow(seen)
-        except Exception as error:  # noqa: BLE001 - a rank that hears of nothing any more must leave
+        except Exception as error:  # noqa: BLE001 - a rank that no longer hears of generations must leave
             why = f"the thread that hears of generations failed: {error!r}. Please report this."
             self.end(error if isinstance(error, ControlPlaneLost) else ControlPlaneLost(why))
 
@@ -142,10 +143,10 @@ class Watch:
         while True:
             try:
                 if (oldest := self._oldest()) > number:
-                    # This process has stood still. All that go on have entered that one, even if it was an offer.
+                    # This process was stopped meanwhile. All ranks that go on have entered that one, offered or not.
                     number, has_begun = oldest, True
                 text = self._control.get(keys.generation_key(number))
-            except KeyError:  # the coordinator has deleted it by now
+            except KeyError:  # deleted in the meantime
                 continue
             except ValueError:  # not sealed by the coordinator, whose own write will replace it
                 time.sleep(0.01)
@@ -157,18 +158,18 @@ class Watch:
             else:
                 self._hear(number, text.removeprefix(keys.AGAIN), again=text.startswith(keys.AGAIN))
             if text == to_json(Finished(number=number)):
-                return  # still waiting in native code when the store ends would abort an interpreter that ends, too
+                return  # waiting in native code when the store ends would abort an interpreter that is exiting
             number += 1
 
     def _oldest(self) -> int:
-        """Return the oldest generation that is not deleted; 0 if none is, or if the value is not the coordinator's."""
+        """Return the oldest generation that is kept; 0 if none was deleted, or another writer has changed the entry."""
         with contextlib.suppress(ValueError):
             return int(self._control.peek(keys.FORGOTTEN) or 0)
         return 0
 
     def _hear(self, number: int, text: str, *, again: bool) -> None:
         with self._changed:
-            # If the abort came second, it would hit the groups that the main thread builds for the new generation.
+            # Abort first: afterwards it would hit the groups that the main thread builds for the new generation.
             heard_s = time.monotonic()
             self._end_before(number, text)
             self._newest_text, self._newest, self.heard_s = text, number, heard_s
@@ -181,19 +182,19 @@ class Watch:
         with self._changed:
             settled = self.settled
             if not settled:
-                self._end_before(number, text=None)  # the offer it prepares for has failed
+                self._end_before(
+                    number, text=None
+                )  # the offer that it is getting ready for has come to nothing
             self._offer, self._offer_text = number, text
             self._changed.notify_all()
-        # A rank that holds nothing yet has nothing else to do: its main thread enters and builds the groups itself.
+        # The main thread of a rank that holds nothing yet waits for offers itself, and builds the groups.
         if settled:
             self._offered(text)
 
     def _end_before(self, number: float, text: str | None, after_s: float = 0.0) -> None:
-        """End all generations before ``number``, by calling what is registered for their ends.
+        """End all generations before ``number``.
 
-        Args:
-            text: The text of the generation that ends them on other ranks, too. None: others may go on with them, so
-                that what is under way ends only after ``after_s``.
+        ``text`` is the new generation's, for which others end theirs, too. None: others may go on for ``after_s`` more.
         """
         over = [self._on_newer.pop(one) for one in [one for one in self._on_newer if one < number]]
         for one in over:
@@ -211,7 +212,7 @@ class Watch:
 
 
 class _Ending(NamedTuple):
-    """What is called when a generation ends; see ``Member.on_newer``."""
+    """The callbacks for the end of a generation; see ``Member.on_newer``."""
 
     end: Callable[[bool], None]
     fall: Callable[[], None] | None

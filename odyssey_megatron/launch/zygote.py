@@ -26,9 +26,9 @@ from typing import Any
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
 from odyssey_megatron.launch.ending import exit_with
+from odyssey_megatron.launch.signals import HANDLED
 
 _PR_SET_PDEATHSIG = 1
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Zygote:
@@ -181,7 +181,7 @@ class _Server:
         _die_with(self._parent)
         # Signals are for the launcher, with which this ends. They are blocked, not ignored: a fork must still get those
         # that were sent before it could handle them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             for module in self._modules:
                 importlib.import_module(module)
@@ -252,9 +252,9 @@ def _run_python(request: dict[str, Any], parent: int) -> int:
             os.close(target)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
-    for number in _ENDING:
+    for number in HANDLED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ["ODYSSEY_PARENT_PID"] = str(parent)

@@ -6,6 +6,7 @@ They do nothing unless ``--odyssey`` is among the arguments, or ODYSSEY in the e
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -62,11 +63,13 @@ def before_megatron() -> None:
 def import_training() -> None:
     """Import ``megatron.training``. Raises MegatronIncompatible."""
     config = _config()
-    if config and config.device == "cpu":
-        from odyssey_megatron.mcore import cpu_device
-
-        cpu_device.prepare_training()
     try:
+        if importlib.util.find_spec("megatron.training") is None:
+            raise ModuleNotFoundError("No module named 'megatron.training'", name="megatron.training")
+        if config and config.device == "cpu":
+            from odyssey_megatron.mcore import cpu_device
+
+            cpu_device.prepare_training()
         import megatron.training  # noqa: F401
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and not (error.name or "megatron").startswith("megatron"):
@@ -76,7 +79,7 @@ def import_training() -> None:
             ) from error
         raise MegatronIncompatible(
             f"megatron.training cannot be imported ({error}). It is in no package: run a script of a Megatron-LM "
-            "checkout, or put the checkout into PYTHONPATH."
+            "checkout, or put the checkout into PYTHONPATH. A script that trains with TrainingJob needs no --odyssey."
         ) from error
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.metrics.journal import event_of
+from odyssey_megatron.metrics.journal import NoEvent, event_of, files_of
 from odyssey_megatron.metrics.timeline import JournalEvent, last_job
 
 _NOT_SHOWN = tuple(f'"event":"{name}"'.encode() for name in ("samples", "trace", "weights"))
@@ -53,9 +54,9 @@ class Follower:
         """Return the events of the folder's latest job, on one clock (``timeline.last_job``).
 
         Raises:
-            ConfigError: A file cannot be read, or has a line that is not a journal's.
+            ConfigError: A file cannot be read, or was written by a newer, incompatible version.
         """
-        for path in sorted((self.folder / "journal").glob("*.jsonl")):
+        for path in files_of(self.folder):
             file = self._files.setdefault(path.name, _File())
             try:
                 with path.open("rb") as stream:
@@ -65,8 +66,9 @@ class Follower:
                     for row in _new_lines(stream, file):
                         if any(one in row[:_HEAD_BYTES] for one in _NOT_SHOWN):
                             continue
-                        if (event := event_of(row)) is not None:
-                            self._keep(file, event)
+                        with suppress(NoEvent):  # the report names it
+                            if (event := event_of(row)) is not None:
+                                self._keep(file, event)
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read ({error.strerror}).") from error
             except ValueError as error:

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +123,37 @@ MAX_JOURNAL_BYTES = 8 * 2**30
 """Size limit for the journal of one process; more would not fit into the memory of most machines."""
 
 
-def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+def files_of(run_dir: str | Path) -> list[Path]:
+    """The journal's, one of each process; none if there is no journal. Raises ConfigError."""
+    folder = Path(run_dir) / "journal"
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read ({error.strerror}).") from error
+
+
+class NoEvent(ValueError):
+    """A line is whole, and none of a journal."""
+
+
+def read_journal(
+    run_dir: str | Path, left_out: Callable[[str], None] = lambda said: None
+) -> Iterator[dict[str, Any]]:
     """Return all events of a folder: those of one process in its order, otherwise in order of ``wall_s``.
 
     Lines that are not JSON are left out: a line may be torn if the process was killed, or if the disk was
-    full or lost its power.
+    full or lost its power. So are lines that are not events.
+
+    Args:
+        left_out: Is told of lines that are not events, one sentence for each file that has some.
 
     Raises:
-        ConfigError: A file cannot be read, was written by a newer, incompatible version, or has a line that
-            is not a journal's.
+        ConfigError: A file cannot be read, or was written by a newer, incompatible version.
     """
     events: list[tuple[float, dict[str, Any]]] = []
-    try:
-        paths = sorted((Path(run_dir) / "journal").glob("*.jsonl"))
-    except OSError as error:
-        raise ConfigError(f"{run_dir}/journal cannot be read ({error.strerror}).") from error
-    for path in paths:
+    for path in files_of(run_dir):
         try:
             rows = read_bytes(path, MAX_JOURNAL_BYTES).split(b"\n")
         except ValueError as error:
@@ -146,26 +161,33 @@ def read_journal(run_dir: str | Path) -> Iterator[dict[str, Any]]:
                 f"{path}: {error}. Take it out of the folder, which is for journals."
             ) from error
         latest_s = 0.0
+        bad: list[tuple[int, NoEvent]] = []
         for number, row in enumerate(rows, 1):
             try:
                 event = event_of(row)
+            except NoEvent as error:
+                bad.append((number, error))
+                continue
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: {error}.") from error
             if event is not None:
                 latest_s = max(latest_s, event["wall_s"])  # the clock may have been set back
                 events.append((latest_s, event))
+        if bad:
+            more = f" and {len(bad) - 1:,} more" if len(bad) > 1 else ""
+            left_out(f"{path}, line {bad[0][0]}{more}: {bad[0][1]}; left out")
     return (event for _, event in sorted(events, key=lambda one: one[0]))
 
 
 def event_of(row: bytes) -> dict[str, Any] | None:
-    """Return the event of a line; None if the line is torn or empty. Raises ValueError if it is something else."""
+    """Return the event of a line; None if it is torn or empty. Raises NoEvent; ValueError for a newer version's."""
     try:
         event = parsed(row.decode())
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
     if isinstance(event, dict):
         version = event.get("schema_version", SCHEMA_VERSION)
-        if not isinstance(version, int) or version > SCHEMA_VERSION:
+        if isinstance(version, int) and version > SCHEMA_VERSION:
             raise ValueError(
                 f"it has schema_version {str(version)[:40]}, and this odyssey reads up to {SCHEMA_VERSION}: use the "
                 "version that wrote it"
@@ -173,8 +195,5 @@ def event_of(row: bytes) -> dict[str, Any] | None:
     try:
         from_jsonable(Line, event)
     except ValueError as error:
-        raise ValueError(
-            f"it is no event of a journal ({error}). Take the line out, or report it with the version of odyssey that "
-            "wrote it"
-        ) from None
+        raise NoEvent(f"it is no event of a journal ({error})") from None
     return event

@@ -197,7 +197,7 @@ def _samples(run: Run) -> str:
 
 def sentence(line: str) -> str:
     """Return ``line`` with a capital letter and a full stop."""
-    return line[:1].upper() + line[1:] + "." * bool(line)
+    return line[:1].upper() + line[1:] + "." * (line[-1:] not in ("", "."))
 
 
 def _decisions(run: Run) -> str:

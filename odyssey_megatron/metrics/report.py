@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.inputs import Parser
+from odyssey_megatron.inputs import Parser, printable
 from odyssey_megatron.metrics.run import Run, read_run, summary, text_summary
 
 
@@ -21,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     run = read_run(args.run_dir)
     reference = read_run(args.reference) if args.reference else None
+    for one in (*run.left_out, *(reference.left_out if reference else ())):
+        print(printable(f"odyssey report: {one}."), file=sys.stderr)
     if args.json:
         print(json.dumps(summary(run, reference), allow_nan=False))
         return 0

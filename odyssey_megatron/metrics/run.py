@@ -46,6 +46,8 @@ class Run:
     samples: SampleCheck
     state: Live
     """The last state of the job."""
+    left_out: tuple[str, ...]
+    """Sentences on lines of the journal that are no events."""
 
     @property
     def without_recovery(self) -> str:
@@ -76,8 +78,10 @@ def read_run(run_dir: str | Path) -> Run:
             f"{folder} has no journal folder, so it is not a run's folder. Give the folder that the job was "
             "started with (--odyssey-run-dir)."
         )
+    left_out: list[str] = []
+    found = list(read_journal(folder, left_out.append))
     try:
-        events = last_job(list(read_journal(folder)))
+        events = last_job(found)
         steps = committed_steps(events)
         name = name_of(folder)
         run = Run(
@@ -92,6 +96,7 @@ def read_run(run_dir: str | Path) -> Run:
             traced=executed_steps(events),
             samples=check_samples(events, steps),
             state=live(name, events),
+            left_out=tuple(left_out),
         )
     except UNREADABLE as error:
         raise unreadable(folder, error) from error
@@ -99,6 +104,7 @@ def read_run(run_dir: str | Path) -> Run:
         raise ConfigError(
             f"the journal in {folder} holds {len(events)} event(s) and no committed step: the job ended "
             "before its first step, so there is nothing to report. Its output says why."
+            + "".join(f" {one}." for one in left_out[:1])
         )
     return run
 
@@ -125,6 +131,7 @@ def summary(run: Run, reference: Run | None) -> dict[str, Any]:
             "switches": to_jsonable(run.switches),
             "median_stall_s": median(row.stall_s for row in run.recoveries if row.stall_s is not None),
             "loss_difference": to_jsonable(difference),
+            "lines_left_out": run.left_out,
             "samples": {**to_jsonable(run.samples), "ok": run.samples.ok},
             "losses": [[row.step, row.loss] for row in run.steps],
         }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from odyssey_megatron.errors import LayoutInvalid
+from odyssey_megatron.names import lengths_text
 from odyssey_megatron.plan.slices import (
     EVERYTHING,
     NOBODY,
@@ -129,9 +130,9 @@ class Layout:
 
     @property
     def lengths(self) -> str:
-        """The number of workers in each pipeline as text for tables: ``8+8+7``."""
-        found = "+".join(str(len({hop.worker for hop in route.hops})) for route in self.routes)
-        return found + (", workers visited more than once" if self.revisits else "")
+        """The number of workers in each pipeline as text; see :func:`odyssey_megatron.names.lengths_text`."""
+        found = [(len({hop.worker for hop in route.hops}), 1) for route in self.routes]
+        return lengths_text(found) + (", workers visited more than once" if self.revisits else "")
 
     def with_tied(self, layers: Iterable[int]) -> set[int]:
         """Return ``layers``, and the tied weight if embedding or head is among them."""

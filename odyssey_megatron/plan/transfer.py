@@ -80,9 +80,9 @@ class _Loads:
     def __init__(self) -> None:
         self._sent: dict[int, int] = defaultdict(int)
         self._heaps: dict[int, tuple[tuple[int, ...], list[tuple[int, int]]]] = {}
-        """Identity of a tuple of sources -> (that tuple, its heap). Hashing a thousand workers for each transfer takes
-        longer than all else. In the heap are (bytes when last looked at, worker). Bytes only grow, so a first entry that
-        is still true is the least.
+        """Identity of a tuple of sources -> (that tuple, its heap). To hash a thousand workers for each transfer takes
+        longer than all else. In the heap are (bytes when last looked at, worker). Bytes only grow, so a first entry
+        that is still true is the least.
         """
 
     def least(self, sources: tuple[int, ...], size_bytes: int) -> int:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.names import lengths_text
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.gathers import least_late_s, weights_late_s
 from odyssey_megatron.plan.layout import Route, layout_from_routes
@@ -221,9 +222,7 @@ class Search:
         counts = [*Counter(stages_of(kind) for kind, _ in found.shares).items()] or even(
             num_workers, found.number, self.splits.most_stages
         )
-        if found.number > 16:
-            return "+".join(f"{count}x{length}" for length, count in counts) + way
-        return "+".join(str(length) for length, count in counts for _ in range(count)) + way
+        return lengths_text(counts) + way
 
     # -- balanced pipelines ---------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """The survivors' agreement on where the interrupted step stands (I5).
 
-A rank enters a step's agreement (one all-reduce over all members) only when all its gradients are reduced.
-So if anyone came out of it, everyone had entered it, holds complete gradients, and can finish the step
-alone with the totals that the one who came out has. If nobody came out, everyone goes on with the step where it can
-(``execute/interrupted.py``), and else does it again.
-Other work that all ranks do together (an evaluation, a checkpoint) stands in the same sequence and ends in the same
-way: whoever enters the barrier at its end has done its part.
+A rank enters a step's agreement (one all-reduce over all members) only when all its gradients are reduced. So if any
+rank completed it, all ranks had entered it and hold complete gradients, and each can finish the step alone with the
+totals that the other rank has. If no rank completed it, all go on with the step where they can
+(``execute/interrupted.py``), and otherwise do it again.
+
+Other work that all ranks do together (an evaluation, a checkpoint) is counted in the same sequence and ends in the
+same way: a rank that enters the barrier at its end has done its part.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from odyssey_megatron.errors import OdysseyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How far a rank is."""
+    """How far a rank has come."""
 
     done: int
-    """Pieces of common work done so far: steps, evaluations, checkpoints."""
+    """Number of pieces of common work done so far: steps, evaluations, checkpoints."""
     ready: bool
-    """This rank's part of the one at hand is complete; of a step: all its gradients are reduced."""
+    """Whether this rank's part of the current piece is complete. In a step: all its gradients are reduced."""
     committed: int = 0
-    """Steps committed so far."""
+    """Number of steps committed so far."""
     joins: bool = False
-    """It has just joined, and takes over from the others how far the job is."""
+    """Whether this rank has just joined, so that the others tell it how far the job is."""
 
 
 class AgreementBroken(OdysseyError):
@@ -39,15 +40,15 @@ class AgreementBroken(OdysseyError):
 
 
 def furthest(standings: Sequence[Standing]) -> Standing:
-    """Of those that have been there, who has done most: where a rank that joins starts."""
+    """Return the standing with the most work done, not counting ranks that join: there a joining rank starts."""
     return max((one for one in standings if not one.joins), key=lambda one: one.done)
 
 
 def left_behind(standings: Sequence[Standing]) -> bool:
-    """Whether some have done a piece of work that the others must finish by themselves.
+    """Whether some ranks have done a piece of work that the others must finish by themselves.
 
     Raises:
-        AgreementBroken
+        AgreementBroken: ranks are more than one piece apart, or a rank behind is not ready.
     """
     standings = [one for one in standings if not one.joins]
     ahead = max(one.done for one in standings)
@@ -64,10 +65,10 @@ def left_behind(standings: Sequence[Standing]) -> bool:
 
 
 def exchange(group: dist.ProcessGroup, standing: Standing, fingerprint: int) -> list[Standing]:
-    """All members' standings.
+    """Exchange ``standing`` with all members of ``group``, and return all standings by rank in the group. Collective.
 
     Args:
-        fingerprint: of (generation, plan hash); must be the same everywhere.
+        fingerprint: a number made from (generation, plan hash); must be the same on all members.
 
     Raises:
         AgreementBroken: a member carries out another plan.
@@ -89,9 +90,10 @@ def exchange(group: dist.ProcessGroup, standing: Standing, fingerprint: int) -> 
 
 
 def told(group: dist.ProcessGroup, standings: Sequence[Standing], known: torch.Tensor) -> torch.Tensor:
-    """What those who are furthest know: the totals of the last agreed step, and what a rank that joins must know
-    besides. Collective; ``known`` is this rank's, 1-D, as long as everyone's. With experts that is long, so that it is
-    sent only where somebody needs it.
+    """Return what the rank that is furthest knows: the totals of the last agreed step, and what a joining rank needs.
+
+    Collective. ``known`` is this rank's own knowledge, 1-D, of the same length on all ranks. With experts it is long,
+    so it is only sent if some rank is behind or joins.
     """
     ahead = furthest(standings)
     if any(one.joins or one.done < ahead.done for one in standings):

@@ -1,8 +1,8 @@
-"""The process groups of one generation: built directly, in one go, and buried when the next one comes.
+"""The process groups of one generation: built together, and torn down in the background when the next one comes.
 
-Groups are not made by ``init_process_group``/``new_group`` (whose names come from a counter per process, and
-whose teardown needs everybody), but from their store, ranks and name. The default group is a placeholder of
-fixed world size, so ``torch.distributed``'s global rank space never changes.
+Groups are made directly from their store, ranks and name, and not by ``init_process_group``/``new_group``, whose names
+come from a counter per process, and whose teardown needs all ranks. The default group is a placeholder of fixed world
+size, so ``torch.distributed``'s global rank space never changes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     newer generation exists every operation raises Superseded; if a peer is lost before that, PeerFailed.
 
     Args:
-        devices: connects all groups but that of all members, which ``hosts`` does. They may be the same.
+        devices: the library that connects all groups except the one of all members.
+        hosts: the library that connects the group of all members. May be the same as ``devices``.
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self.number, self._rank, self._forget = number, member.rank, member.forget
         self._devices, self._hosts, self._bury_s = devices, hosts, bury_s
         self.fell_together = True
-        """Nobody who goes on can have taken for a message what this rank's end has left in its place."""
+        """Whether no rank that goes on can have taken for a message what this rank's abort has left in a buffer."""
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connected: dict[Any, Communicator] = {}
-        """By backend those that may outlive this generation."""
+        """Backend -> communicator, for those that may outlive this generation."""
         self._goes_on: dict[str, Communicator] = {}
-        """By group those that it will take over from the one before."""
+        """Group's name -> communicator, for those to be taken over from the generation before."""
 
     def __getitem__(self, name: str) -> dist.ProcessGroup:
         return self._groups[name]
@@ -83,15 +84,15 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return len(self._groups)
 
     def fall(self) -> None:
-        """Nothing counts from now on of what devices do, as they go on with it. Any thread."""
+        """Make nothing count from now on of what devices still do. May be called from any thread."""
         for abort in self._aborts.values():
             abort.fall()
 
     def abort(self, together: bool = True) -> None:
-        """Ends every operation, as a newer generation would. Any thread.
+        """End every operation, as a newer generation would. May be called from any thread.
 
         Args:
-            together: all others in these groups who go on had them fall before.
+            together: whether :meth:`fall` came first on all other ranks of these groups that go on.
         """
         self.fell_together = self.fell_together and together
         for abort in self._aborts.values():
@@ -114,7 +115,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     @property
     def communicators(self) -> Collection[Communicator]:
-        """Those that the next generation can go on with."""
+        """The communicators with which the next generation can go on."""
         return self._connected.values()
 
     def connect(
@@ -123,7 +124,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         named: Mapping[str, tuple[int, ...]],
         before: Collection[Communicator] | None,
     ) -> None:
-        """Adds ``named``, of which this rank is a member. The others: see :func:`build_groups`."""
+        """Add the groups ``named``, of all of which this rank is a member. See :func:`build_groups` for the rest."""
         for library in dict.fromkeys((self._hosts, self._devices)):
             mine = {name: ranks for name, ranks in named.items() if self._library(name) is library}
             abort, kept = self._aborts[library], dict[str, tuple[Any, dist.Store]]()
@@ -145,7 +146,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def _kept(
         self, mine: Mapping[str, tuple[int, ...]], named: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[Any, dist.Store]]:
-        """Of ``mine``, groups of devices, those that need not be connected anew."""
+        """Return those of the groups of devices ``mine`` that need not be connected anew: (backend, store) by name."""
         spare, abort = self._devices.spare, self._aborts[self._devices]
         world = next((name for name in named if self._library(name) is self._hosts), None)
         if spare is None or world is None:
@@ -157,8 +158,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return {name: (one.backend, one.store) for name, one in taken.items()}
 
     def take_over(self, before: GroupSet) -> None:
-        """This generation begins behind ``before``, between two steps: the communicators that both have use for go from
-        that to this one. Raises Superseded; then they are with ``before`` still.
+        """Take the communicators that both generations use from ``before``, when this one begins between two steps.
+
+        Raises Superseded if a newer generation exists; then they stay with ``before``.
         """
         if self._goes_on:
             theirs, ours = before._aborts[before._devices], self._aborts[self._devices]
@@ -173,7 +175,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return self._hosts if name.partition(".")[0] == WORLD else self._devices
 
     def leave(self) -> None:
-        """As :meth:`close`, once aborted; what may outlive the generation is laid by for the next one."""
+        """As :meth:`close`, after an abort; keep communicators that may outlive the generation for the next one."""
         if self._devices.spare is not None:
             clean = self._aborts[self._devices].hand_over()
             self._devices.spare.lay_by([self._connected[one] for one in clean if one in self._connected])
@@ -183,7 +185,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self.close()
 
     def close(self) -> None:
-        """Takes the groups out of ``torch.distributed`` and ends their connections. Returns at once."""
+        """Take the groups out of ``torch.distributed``, and end their connections in the background."""
         self._forget(self.number)
         for abort in self._aborts.values():
             abort.close()
@@ -218,8 +220,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
 
 class _Ranks(dict[int, int]):
-    """Global rank -> rank in a group. Any other number is this process: ``torch.distributed`` looks its rank in the
-    default group up, also for its log, and that may be renumbered (``world.py``).
+    """Global rank -> rank in a group. Any other number stands for this process: ``torch.distributed`` looks up this
+    process's rank in the default group, also for its log, and that rank may be renumbered (``world.py``).
     """
 
     def __init__(self, ranks: tuple[int, ...], own: int):
@@ -241,7 +243,7 @@ def init_default_group(member: MemberLike) -> None:
 
 
 NEVER_OVER = sys.maxsize
-"""A number for groups that no generation ends; the death of a peer does."""
+"""Generation number for groups that end only by the death of a peer, and by no later generation."""
 
 
 def build_groups(
@@ -252,15 +254,15 @@ def build_groups(
     libraries: tuple[Library, Library] | None = None,
     before: Collection[Communicator] | None = None,
 ) -> GroupSet:
-    """Builds those of ``named`` groups that this rank is in. Every rank of a group must do so.
+    """Build the groups in ``named`` that this rank is in. Every rank of a group must do so.
 
     Args:
-        number: of the generation.
+        number: the generation's number.
         named: name -> global ranks, ascending; equal on all members.
-        libraries: what connects devices, and hosts; by default those for the device of ``config``.
-        before: where nobody has died since, the communicators of the generation that this one follows, empty on a rank
-            that was not in it. Groups that can go on with them are there once :meth:`GroupSet.take_over` is called.
-            None: what has outlived a failure is asked for.
+        libraries: the libraries for devices and for hosts; by default those for the device of ``config``.
+        before: the communicators of the generation that this one follows, if nobody has died since; empty on a rank
+            that was not in it. Groups that can go on with them exist once :meth:`GroupSet.take_over` is called.
+            None: use what has outlived a failure.
 
     Raises:
         Superseded: a newer generation exists; nothing of this one is left.
@@ -285,7 +287,9 @@ def build_groups(
 
 
 def libraries_for(config: OdysseyConfig) -> tuple[Library, Library]:
-    """Of devices and hosts. What outlives a generation does so for whoever uses the same ones in the next."""
+    """Return the libraries for devices and for hosts. Use the same two in the next generation, so that communicators
+    which outlive this one can be used there.
+    """
     if config.uses_nccl:
         return Nccl(config), Hosts(config)
     gloo = Gloo(config)
@@ -299,7 +303,7 @@ def _build_all(
     library: Library,
     abort: Abort,
 ) -> dict[str, tuple[Any, dist.Store]]:
-    """Where it can be left."""
+    """Build the groups ``named`` of generation ``number``: their backends and stores by name."""
     connect = library.connector(abort)
 
     def build(name: str) -> tuple[Any, dist.Store]:
@@ -327,8 +331,8 @@ def _plain_group(
 class _Graveyard:
     """Keeps groups of past generations until no operation can be left in them.
 
-    Whoever drops the last reference runs a destructor that joins the group's threads, and so waits for
-    whatever was left behind in it: this thread, later, and not a training rank now.
+    Dropping the last reference runs a destructor that joins the group's threads, and so waits for operations that were
+    left in it. This class's thread does that later, so that no training thread has to wait now.
     """
 
     def __init__(self) -> None:
@@ -363,5 +367,5 @@ _GRAVEYARD = _Graveyard()
 
 
 def graveyard_size() -> int:
-    """Generations whose groups are not reclaimed yet."""
+    """Return the number of buried lists of groups that are not reclaimed yet: up to two for each generation."""
     return len(_GRAVEYARD)

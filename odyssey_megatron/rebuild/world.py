@@ -1,8 +1,8 @@
-"""Groups for code that is not ours and keeps what it once got: they always mean the ranks that live.
+"""Process groups for foreign code that keeps a group for good: they always stand for the ranks that live.
 
 Megatron's own loop calls barriers and reductions on the default group, between steps and inside checkpoints. They
-reach the world of the current generation. Ranks are dense in it: the lowest living rank is 0, and the last one is
-who prints. What Megatron's modules keep of the groups within a cell means those of the generation, too.
+reach the world of the current generation. Ranks are dense in it: the lowest living rank is 0, and the last one prints.
+The groups within a cell that Megatron's modules keep also stand for those of the current generation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from odyssey_megatron.rebuild.abort import OPERATIONS
 from odyssey_megatron.rebuild.registry import register
 
 Together = Callable[[Callable[[Any], Any]], Any]
-"""``recover.Recovery.together``."""
+"""Type of ``recover.Recovery.together``, which does a piece of common work."""
 
 
 class FollowingGroup(dist.ProcessGroup):
-    """Passes every operation on to a group of the current generation. ``torch.distributed`` takes it like any group."""
+    """A process group for ``torch.distributed`` that passes every operation on to a group of the current generation."""
 
     def __init__(self, rank: int, size: int, device: str):
         super().__init__(rank, size)  # type: ignore[call-arg] # its stub lacks this one
@@ -32,7 +32,7 @@ class FollowingGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Torch's name: where collectives of objects put their bytes. By default that of backends, and none is here."""
+        """Devices on which collectives of objects put their bytes. Torch takes the backends', and here is none."""
         return [self._device]
 
     def rank(self) -> int:
@@ -45,11 +45,11 @@ class FollowingGroup(dist.ProcessGroup):
         return "odyssey"
 
     def follow(self, group: dist.ProcessGroup) -> None:
-        """From now on ``group`` is meant."""
+        """Pass operations on to ``group`` from now on."""
         self._current, self._rank, self._size = group, group.rank(), group.size()
 
     def run(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """``operation`` of the current group."""
+        """Return the result of ``operation`` on the current group."""
         return getattr(self._current, operation)(*args, **kwargs)
 
 
@@ -63,13 +63,13 @@ class LivingWorld(FollowingGroup):
     def __init__(self, rank: int, size: int, device: str):
         super().__init__(rank, size, device)
         self.before: dist.ProcessGroup | None = None
-        """The default group that this one has replaced: of this process, or cell, alone."""
+        """The default group that this one has replaced, which spans this process or its cell alone."""
         self._together: Together | None = None
         self._inside = False
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """It lies between hosts, whatever its tensors are on (``rebuild/hosts.py``)."""
+        """This group connects hosts, whatever device its tensors are on (``rebuild/hosts.py``)."""
         return [torch.device("cpu")]
 
     def follow(self, group: dist.ProcessGroup) -> None:
@@ -77,12 +77,12 @@ class LivingWorld(FollowingGroup):
         c10d._world.pg_group_ranks[self] = {one: one for one in range(self._size)}
 
     def repeat_with(self, together: Together | None) -> None:
-        """How an operation becomes common work. None: it is passed on, and a failure ends it."""
+        """Set how an operation becomes common work. None: it is only passed on, and a failure ends it."""
         self._together = together
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """In the body operations are only passed on: they are part of a piece of common work that is being done."""
+        """In the body, only pass operations on: they are part of a piece of common work in progress."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -106,7 +106,9 @@ class LivingWorld(FollowingGroup):
 
 
 def _for_size(operation: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """Room made before ranks died is larger than what is gathered now; the rest of it stays as it is."""
+    """Return ``args`` cut to a world of ``size`` ranks: an output allocated before ranks died is larger than what is
+    gathered now. The rest of it stays as it is.
+    """
     if operation == "allgather" and len(args[0][0]) > size:
         return ([args[0][0][:size]], *args[1:])
     if operation in ("_allgather_base", "all_gather_single") and args[0].numel() > size * args[1].numel():
@@ -137,7 +139,7 @@ for _name in OPERATIONS:
 
 
 def stand_alone(rank: int = 0, size: int = 1) -> None:
-    """Initialises ``torch.distributed`` with this cell as the whole world, for groups within it to be made."""
+    """Initialize ``torch.distributed`` with this cell as the whole world, so that groups within it can be made."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -145,8 +147,9 @@ def stand_alone(rank: int = 0, size: int = 1) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In the body the default group is this process alone again: for library code that would agree with all ranks on
-    something that is each rank's own affair.
+    """In the body, the default group is again the one that :class:`LivingWorld` has replaced.
+
+    For library code that would agree with all ranks on something that each rank decides for itself.
     """
     world = c10d._get_default_group()
     if not isinstance(world, LivingWorld):
@@ -160,9 +163,11 @@ def alone() -> Iterator[None]:
 
 
 class _WithinCell(dict[int, int]):
-    """Global rank -> rank in a group within a cell. Cells are consecutive ranks, so where all are of one size a rank's
-    place in its cell follows from its number, whatever that is by now. Of a context-parallel group every ``step``-th is
-    one. What this rank's own number is by now, which others' sizes decide on, too, stands for its ``place``.
+    """Global rank -> rank in a group within a cell.
+
+    Cells are consecutive ranks. If all have one size, a rank's place in its cell follows from its current number. In a
+    context-parallel group the ranks are ``step`` apart. This rank's own current number, which also depends on the sizes
+    of other cells, always maps to ``place``.
     """
 
     def __init__(self, size: int, step: int = 1, place: int = 0):
@@ -179,7 +184,7 @@ class _WithinCell(dict[int, int]):
 
 
 def become_default(rank: int, size: int, device: str) -> LivingWorld:
-    """Puts a :class:`LivingWorld` in the place of the default group; groups of :func:`stand_alone` stay in the cell."""
+    """Replace the default group by a :class:`LivingWorld`. Groups made after :func:`stand_alone` stay in the cell."""
     world = LivingWorld(rank, size, device)
     _register(world, "odyssey-world", device, {one: one for one in range(size)})
     world.before = c10d._get_default_group()
@@ -193,7 +198,7 @@ def become_default(rank: int, size: int, device: str) -> LivingWorld:
 
 
 def group_of_cell(name: str, ranks: tuple[int, ...], rank: int, device: str) -> FollowingGroup:
-    """A group of ``ranks`` of this one's cell, for Megatron's modules to keep."""
+    """Return a group of ``ranks``, which are in the cell of ``rank``, for Megatron's modules to keep."""
     place = ranks.index(rank)
     group = FollowingGroup(place, len(ranks), device)
     _register(group, f"odyssey-{name}", device, _WithinCell(len(ranks), ranks[1] - ranks[0], place))

@@ -208,12 +208,19 @@ class Bamboo(System):
         return self._redundant(world, super().start(world))
 
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
-        return self._redundant(
-            world,
-            replace(
-                self.restarted(world, alive, ""), downtime_s=2 * world.profile.group_build_s, restarted=False
-            ),
-        )
+        after = self.restarted(world, alive, "")
+        if running.layout is not None and self._has_all(running.layout, alive):
+            after = replace(after, downtime_s=2 * world.profile.group_build_s, restarted=False)
+        return self._redundant(world, after)
+
+    def _has_all(self, layout: Layout, alive: Sequence[int]) -> bool:
+        """Whether each stage has a living worker, or one before it (before the first, the last), in some pipeline."""
+        there, held = set(alive), set[int]()
+        for route in layout.routes:
+            for before, hop in zip((route.hops[-1], *route.hops), route.hops, strict=False):
+                if {before.worker, hop.worker} & there:
+                    held.update(range(hop.first, hop.last))
+        return len(held) == layout.num_layers
 
     def _redundant(self, world: World, running: Running) -> Running:
         """Return ``running`` with redundant forwards, half of which fit into bubbles; twice the state must fit into

@@ -29,6 +29,8 @@ class Chameleon(System):
     name = "chameleon"
 
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
+        if running.layout is None:
+            return self.restarted(world, alive, "restart")
         options = []
         for estimate, option in (self._rerouted(world, alive), self._dynamic(world, running, alive)):
             if option is not None and option.downtime_s < world.mtbf_s:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from odyssey_megatron.config import OdysseyConfig, config_from_argv
-from odyssey_megatron.doctor.flags import looked_at
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.doctor.flags import looked_at, settings
+from odyssey_megatron.doctor.launch_line import read_job
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between, read_text
 from odyssey_megatron.policy.block_configs import (
@@ -18,6 +19,7 @@ from odyssey_megatron.policy.block_configs import (
     unlike_layers,
 )
 from odyssey_megatron.policy.profile import Attention, Experts, Precision, recomputed
+from odyssey_megatron.studies.launcher import nodes_and_gpus
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals
 
@@ -46,6 +48,9 @@ class LaunchLine:
     stage_layers: tuple[int, ...] = ()
     """Number of transformer layers of each stage; empty: as even as possible."""
     virtual_stages: int = 1
+    """Transformer layers of each stage; empty: as even as can be."""
+    cluster: str = ""
+    """As ``--cluster`` would have it, if it is known."""
     notes: tuple[str, ...] = ()
     """Sentences on what of the launch line is not in the plan."""
 
@@ -71,7 +76,12 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     if layers > _MOST_LAYERS:
         raise ConfigError(f"--num-layers {layers:,}: at most {_MOST_LAYERS:,} are planned for.")
     micro_batch_size = line.size("micro_batch_size", 1)
+    config, unknown = settings(flags)
     notes = [
+        f"{one}: not known without running it, so that its default counts; give it to this command, too"
+        for one in unknown
+    ]
+    notes += [
         f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
     ]
     if line.has("pipeline_model_parallel_layout"):
@@ -92,9 +102,27 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
         or line.maybe("num_virtual_stages_per_pipeline_rank")
         or layers // (stages * line.size("num_layers_per_virtual_pipeline_stage", layers))
         or 1,
-        config=config_from_argv(flags),
+        config=config,
         notes=tuple(notes),
     )
+
+
+def read_script(named: str, more: Sequence[str], usual: str) -> LaunchLine:
+    """As :func:`read`, of the launch script or the case ``named``, with the GPUs that it starts its job on.
+
+    Args:
+        usual: what is taken of a script that does not say them, which is noted; empty: they do not matter.
+    """
+    found = read_job(named)
+    line = replace(read(found.flags, more), name=named)
+    if (size := nodes_and_gpus(found.launcher)) is not None:
+        return replace(line, cluster=f"{size[0]}x{size[1]}")
+    if not usual:
+        return line
+    note = (
+        f"on how many GPUs {named} starts its job is not known without running it: {usual}; --cluster says it"
+    )
+    return replace(line, notes=(*line.notes, note))
 
 
 class _Line:

@@ -57,11 +57,7 @@ def html(answer: whatif.Answer) -> str:
             else []
         ),
         _schedules(answer, shown),
-        section(
-            "The next loss",
-            sentence(whatif.nodes_text(answer)),
-            table(whatif.LOSS_COLUMNS, whatif.loss_rows(answer)),
-        ),
+        _next(answer),
         section("Flags for this job", "", table(("flag", "why"), answer.flags())),
         section(
             "What this rests on",
@@ -79,6 +75,17 @@ def html(answer: whatif.Answer) -> str:
     return document(f"odyssey plan: {scenario.name}", parts)
 
 
+def _next(answer: whatif.Answer) -> str:
+    """What the next loss would do, or that this one ends the job."""
+    if answer.ends:
+        return section("The job ends", "", f"<p>{escape(sentence(whatif.ends_text(answer)))}</p>")
+    return section(
+        "The next loss",
+        sentence(whatif.nodes_text(answer)),
+        table(whatif.LOSS_COLUMNS, whatif.loss_rows(answer)),
+    )
+
+
 def _facts(answer: whatif.Answer) -> str:
     before, after, tokens = answer.before, answer.plan, answer.scenario.job.tokens_per_step
     facts = [
@@ -92,6 +99,8 @@ def _facts(answer: whatif.Answer) -> str:
             (f"{after.step_s:.3g} s", f"a step behind it: {after.policy}", ""),
             (f"{share:.1%}", "of the throughput stays", "good" if share >= 0.9 else "bad"),
         ]
+    if answer.ends:
+        return fact_row([*facts, ("ends", "the job, with this loss", "bad")])
     ends = sum(len(one.workers) for one in answer.losses if one.step_s is None)
     survives = ("survived", "good") if not ends else ("ends the job", "bad")
     facts.append((survives[0], f"the next loss{f' of any of {ends} workers' if ends else ''}", survives[1]))

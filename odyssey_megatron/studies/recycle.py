@@ -38,10 +38,10 @@ class ReCycle(System):
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
         build_s = world.profile.group_build_s
         dead = len(world.workers) - len(alive)
-        if not dead:
-            return replace(self.start(world), downtime_s=build_s)
         if running.layout is None:
             return self.restarted(world, alive, "restart")
+        if not dead:
+            return replace(self.start(world), downtime_s=build_s)
         costs = world.profile.costs
         try:
             places, staggered_s = normalised(world.job, costs, len(world.workers), dead)

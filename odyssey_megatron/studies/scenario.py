@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec, check_world
 from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
-from odyssey_megatron.doctor.launch_line import read_job
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.policy.profile import Profile, load_profile
@@ -26,6 +25,7 @@ MAX_VISITS = 262_144
 _SIZE = Between(1, MAX_GPUS, whole=True)
 _MICROBATCHES = Between(1, MAX_VISITS, whole=True)
 _MODEL = "llama2-7b"
+_CLUSTER = "4x8"
 _SIZES = ("pipeline", "tensor", "context", "expert")
 
 
@@ -60,14 +60,18 @@ class Scenario:
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that describe cluster, model and job."""
-    parser.add_argument("--cluster", default="4x8", metavar="NODESxGPUS", help="default: 4x8")
+    parser.add_argument(
+        "--cluster",
+        metavar="NODESxGPUS",
+        help=f"default: what the --job tells torchrun or Slurm, or {_CLUSTER}",
+    )
     parser.add_argument(
         "--job",
         default="",
         metavar="FILE",
-        help="a launch script of yours, which is read and not run: its model, its parallel sizes, its batch and its "
-        "--odyssey flags. FILE:NAME is one of the cases in a JSON file of Megatron-LM's. Flags of Megatron's given to "
-        "this command count behind those of the script, or alone",
+        help="a launch script of yours, which is read and not run: its model, its GPUs, its parallel sizes, its batch "
+        "and its --odyssey flags. FILE:NAME is one of the cases in a JSON file of Megatron-LM's. Flags of Megatron's "
+        "given to this command count behind those of the script, or alone",
     )
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)} (default: {_MODEL})")
     parser.add_argument(
@@ -119,7 +123,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     if options.fit and options.profile:
         raise ConfigError("--fit and --profile both say what layers cost: leave one of them out.")
     line = _overridden(_line(options, more), options)
-    nodes, gpus = _cluster(options.cluster)
+    nodes, gpus = _cluster(options.cluster or line.cluster or _CLUSTER)
     pp, cell = line.pipeline_model_parallel_size, Cell.in_job(0, line)
     check_world(nodes * gpus, pp, cell)
     dp = nodes * gpus // (pp * cell.size)
@@ -162,13 +166,28 @@ def _costs(line: LaunchLine, options: argparse.Namespace, cell: Cell) -> tuple[s
     """Return a name for what is planned, its profile, and sentences on its costs. Raises ConfigError."""
     if options.profile:
         profile = load_profile(options.profile)
-        return options.profile, profile, (_source(profile),)
+        return options.profile, profile, tuple(_of_profile(line, profile, options.profile))
     estimate = _estimated(line, options.accelerator, cell)
     if not options.fit:
         return f"{line.name} on {options.accelerator}", estimate, (_source(estimate),)
     found = fitted(options.fit)
     notes = (str(found), found.far(estimate))
     return f"{line.name}, as {', '.join(options.fit)}", found.profile(estimate), tuple(filter(None, notes))
+
+
+def _of_profile(line: LaunchLine, profile: Profile, path: str) -> Iterator[str]:
+    """Raises ConfigError: it is another model's."""
+    layers = len(profile.costs.layers) - 2
+    if line.model is not None and line.model.num_layers != layers:
+        raise ConfigError(
+            f"--profile {path} has {layers} transformer layers, and {line.name} has {line.model.num_layers}: it is "
+            "another model's. --fit takes what runs of other models have measured."
+        )
+    yield _source(profile)
+    if profile.source == "measured":
+        yield "they are of the run's own micro-batch, tensor-, context- and expert-parallel sizes, whatever is given"
+    if line.model is None:
+        yield "how long sequences are is not known of a profile alone, so that each counts as one token: name the model"
 
 
 def _source(profile: Profile) -> str:
@@ -189,7 +208,7 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
             raise ConfigError(f"--model and {also} both say which model it is: leave one of them out.")
         if not options.job:
             return launch_line.read((), more)
-        return replace(launch_line.read(read_job(options.job).flags, more), name=options.job)
+        return launch_line.read_script(options.job, more, _CLUSTER if not options.cluster else "")
     if more and not more[0].startswith("--"):
         raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
     if options.fit and not options.model:
@@ -198,7 +217,7 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
             f"the run's own model needs no fit: --profile {options.fit[0]}."
         )
     name = options.model or _MODEL
-    model = None if options.profile else named("model", name, MODELS)
+    model = None if options.profile and not options.model else named("model", name, MODELS)
     return LaunchLine(model=model, name=name, pipeline_model_parallel_size=4, config=config_from_argv(more))
 
 

@@ -194,7 +194,10 @@ class Odyssey(System):
         running = self.restarted(world, alive, "restart")
         if running.layout is not None:
             state = self._state(world, alive)
-            self.plan = scheduled("restart", running.layout, (), state, world.profile)
+            try:
+                self.plan = scheduled("restart", running.layout, (), state, world.profile)
+            except PlanInfeasible:  # on fewer replicas, more of the optimizer's state is on each
+                return Running(layout=None, step_s=math.inf, downtime_s=0.0, note="out of memory")
         return running
 
     def _state(self, world: World, alive: Sequence[int]) -> ClusterState:
@@ -215,7 +218,8 @@ def play(system: System, world: World, trace: Trace) -> Played:
     """
     running = system.start(world)
     alive = set(world.workers)
-    now, ready, tokens, still, restarts = 0.0, 0.0, 0.0, 0.0, 0
+    now, tokens, still, restarts = 0.0, 0.0, 0.0, 0
+    ready = _ready_s(now, running)
     history = [(0.0, _rate(world, running), "healthy")]
     for change in (*trace.changes, Change(t_s=trace.duration_s)):
         tokens += max(0.0, change.t_s - max(now, ready)) * _rate(world, running)
@@ -227,7 +231,7 @@ def play(system: System, world: World, trace: Trace) -> Played:
         half_step_s = running.step_s / 2 if math.isfinite(running.step_s) else 0.0
         running = system.change(world, running, tuple(sorted(alive)))
         restarts += running.restarted
-        ready = now + running.downtime_s + (half_step_s if change.died else 0.0)
+        ready = _ready_s(now, running) + (half_step_s if change.died else 0.0)
         history.append((now, _rate(world, running), running.note))
     return Played(
         system=system.name,
@@ -236,6 +240,11 @@ def play(system: System, world: World, trace: Trace) -> Played:
         restarts=restarts,
         history=tuple(history),
     )
+
+
+def _ready_s(now_s: float, running: Running) -> float:
+    """When it trains; what cannot run stands still."""
+    return now_s + running.downtime_s if math.isfinite(running.step_s) else math.inf
 
 
 def _rate(world: World, running: Running) -> float:

@@ -116,6 +116,13 @@ def main_simulate(argv: Sequence[str]) -> int:
 
 
 def _traces(options: argparse.Namespace, world: World) -> list[Trace]:
+    kinds = {"--trace": options.trace, "--mtbf-s": options.mtbf_s, "--interval-s": options.interval_s}
+    if len(given := [flag for flag, value in kinds.items() if value]) > 1:
+        raise ConfigError(
+            f"{' and '.join(given)} say what is played in different ways: leave one of them out."
+        )
+    if options.losses and not options.interval_s and given:
+        raise ConfigError(f"--losses is for --interval-s, and {given[0]} is given: leave one of them out.")
     if options.trace:
         try:
             return [read_trace(read_text(options.trace), world.workers, options.trace)]

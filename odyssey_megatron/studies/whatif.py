@@ -62,16 +62,20 @@ class Answer:
     best: Plan
     """The best plan of the healthy job, whatever the launch line's layout."""
     decision: Decision | None
-    """None if no GPU is dead or slow."""
+    """None if no GPU is dead or slow, or the job would end."""
     both: TwoSpeed | None
     decide_s: float
     losses: list[NextLoss]
     leaner: list[tuple[float, float, int]]
     """(share of the fastest step, step in seconds, bytes of the fullest worker): what less memory would cost."""
+    ends: str = ""
+    """Why the job would end with what has happened."""
+    exit_code: int = 0
+    """Its, if it would end."""
 
     @property
     def plan(self) -> Plan:
-        """The plan with which the job would go on."""
+        """The plan with which the job would go on; the one before, if it would end."""
         return self.decision.plan if self.decision else self.before
 
     def communicators(self, plan: Plan) -> Communicators:
@@ -147,13 +151,10 @@ def main_plan(argv: Sequence[str]) -> int:
             f"the healthy job does not fit: {error}. More stages, a larger tensor size or --use-distributed-optimizer "
             "leave less on each."
         ) from error
-    except LayersLost as lost:
-        sys.stdout.write(f"{lost}\n")
-        return EXIT_LAYERS_LOST
     if options.html:
         _write(answer, Path(options.html))
     sys.stdout.write(_as_json(answer) if options.json else _as_text(answer, options.width))
-    return 0
+    return answer.exit_code
 
 
 def _with_settings(scenario: Scenario, options: argparse.Namespace) -> Scenario:
@@ -191,19 +192,24 @@ def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
 
 
 def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
-    """Return what a job would decide. Raises PlanInfeasible and LayersLost."""
+    """Return what a job would decide. Raises PlanInfeasible if the healthy one does not fit."""
     profile, config = scenario.profile, scenario.config
     # A job that does not fit would start without regard to memory; whoever asks wants to know that it does not fit.
     initial_plan(replace(scenario.job, least_holders=0, eager_forwards=False), scenario.state, profile)
     planner = PolicyPlanner(config)
     start = planner.start(scenario.job, scenario.state, to_json(profile))
-    job, decision, both, decide_s = planner.job, None, None, 0.0
+    job, decision, both, decide_s, ends, exit_code = planner.job, None, None, 0.0, "", 0
     if state != scenario.state:
         began_s = time.perf_counter()
-        decision = decide(
-            job=job, state=state, previous=start.plan, profile=profile, config=config, now_s=0.0
-        )
-        decide_s, both = time.perf_counter() - began_s, two_speed(decision, config)
+        try:
+            decision = decide(
+                job=job, state=state, previous=start.plan, profile=profile, config=config, now_s=0.0
+            )
+        except (LayersLost, PlanInfeasible) as error:
+            # As the coordinator's own.
+            ends, exit_code = str(error), EXIT_LAYERS_LOST if isinstance(error, LayersLost) else 1
+        else:
+            decide_s, both = time.perf_counter() - began_s, two_speed(decision, config)
     plan = decision.plan if decision else start.plan
     return Answer(
         scenario=scenario,
@@ -215,8 +221,10 @@ def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
         decision=decision,
         both=both,
         decide_s=decide_s,
-        losses=next_losses(job, state, plan, profile, config),
+        losses=[] if ends else next_losses(job, state, plan, profile, config),
         leaner=_leaner(plan, state, profile),
+        ends=ends,
+        exit_code=exit_code,
     )
 
 
@@ -253,11 +261,19 @@ def _as_json(answer: Answer) -> str:
     candidates = ",".join(to_json(row) for row in (decision.candidates if decision else answer.start))
     losses = ",".join(to_json(one) for one in answer.losses)
     bound_s = decision.bound_s if decision else answer.plan.bound_s
-    return (
-        f'{{"notes":{json.dumps(answer.scenario.notes)},"before":{to_json(answer.before)},"candidates":[{candidates}],"decide_s":{answer.decide_s:.6f},'
-        f'"cluster_bound_s":{bound_s!r},"next_losses":[{losses}],"leaner":{json.dumps(answer.leaner)},"after":{to_json(answer.plan)},'
-        f'"communicators":{to_json(answer.communicators(answer.plan))}}}\n'
-    )
+    found = {
+        "ends": json.dumps(answer.ends or None),
+        "notes": json.dumps(answer.scenario.notes),
+        "before": to_json(answer.before),
+        "candidates": f"[{candidates}]",
+        "decide_s": f"{answer.decide_s:.6f}",
+        "cluster_bound_s": repr(bound_s),
+        "next_losses": f"[{losses}]",
+        "leaner": json.dumps(answer.leaner),
+        "after": "null" if answer.ends else to_json(answer.plan),
+        "communicators": to_json(answer.communicators(answer.plan)),
+    }
+    return "{" + ",".join(f'"{name}":{value}' for name, value in found.items()) + "}\n"
 
 
 def _as_text(answer: Answer, width: int) -> str:
@@ -290,7 +306,7 @@ def _as_text(answer: Answer, width: int) -> str:
             f"throughput after / before: {before.step_s / after.step_s:.1%}",
         ]
     lines += [leaner_text(answer)] if len(answer.leaner) > 1 else []
-    lines += ["", *_losses_text(answer), "", "flags for this job:"]
+    lines += ["", *([ends_text(answer)] if answer.ends else _losses_text(answer)), "", "flags for this job:"]
     lines += [f"  {flag:<28} {why}" for flag, why in answer.flags()]
     return "\n".join(lines) + "\n"
 
@@ -345,6 +361,11 @@ def two_speed_text(both: TwoSpeed) -> str:
     )
 
 
+def ends_text(answer: Answer) -> str:
+    """That the job would end, in a sentence or more."""
+    return f"the job ends, exit code {answer.exit_code}: {answer.ends}"
+
+
 def names_of(layers: Sequence[int], plan: Plan) -> str:
     """Return ascending ``layers`` in words."""
     total = plan.layout.num_layers
@@ -384,8 +405,10 @@ def _losses_text(answer: Answer) -> list[str]:
 def nodes_text(answer: Answer) -> str:
     """Return a line on what the loss of a whole node would do."""
     fatal = on_one_node(answer.plan.layout, answer.state.nodes)
+    if len({*answer.state.nodes.values()}) == 1:
+        return "a whole node: there is only one"
     if not fatal:
-        return "a whole node: no layer has all its holders on one, unless there is only one"
+        return "a whole node: no layer has all its holders on one"
     node, layers = min(fatal.items())
     names = names_of(layers, answer.plan)
     return (

@@ -67,7 +67,7 @@ class Refusal:
         """Whether ``args`` have the refused value, set by hand or by Megatron's validation."""
         value = getattr(args, self.dest, None)
         if self.refuses is not None:
-            return self.refuses(value, args)
+            return not _is_variable(value) and self.refuses(value, args)
         return bool(value) and value != parser.defaults.get(self.dest)
 
     @property
@@ -100,6 +100,23 @@ REFUSED = frozenset(one.dest for one in REFUSALS)
 def refused(args: Any, parser: Parser) -> Iterator[Refusal]:
     """The refusals that apply to ``args``, before Megatron's validation or after it."""
     return (one for one in REFUSALS if one.given(args, parser))
+
+
+def undecided(args: Any) -> Iterator[str]:
+    """The flags of a launch script's ``args`` that may be refused or not, by what only running it would tell."""
+    for one in REFUSALS:
+        value = getattr(args, one.dest, None)
+        if one.refuses is not None and _is_variable(value):
+            yield f"{one.flag} {' '.join(map(str, _words(value)))}"
+
+
+def _is_variable(value: Any) -> bool:
+    """Of a launch script, or a list with some."""
+    return any(isinstance(one, str) and "$" in one for one in _words(value))
+
+
+def _words(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def unknown(args: Any, parser: Parser, accepted: Collection[str] = ()) -> Iterator[str]:

@@ -46,7 +46,7 @@ def test_a_script_with_arrays():
 
 def test_an_array_that_is_put_before_more():
     text = 'A=(--x 1)\nB=$A\nif [ -n "$FSDP" ]; then\nA=(\n"${A[@]}"\n--y 2\n)\nfi\nA+=(--z)\npython a.py ${A[@]}'
-    assert launch_line(text) == ("a.py", ["--x", "1", "--y", "2", "--z"])
+    assert launch_line(text)[:2] == ("a.py", ["--x", "1", "--y", "2", "--z"])
 
 
 def test_a_script_with_a_command_in_a_string():
@@ -106,6 +106,8 @@ def test_it_is_said_where_flags_may_be_that_nobody_has_read(tmp_path, capsys):
         "--num-layers $1 --pipeline-model-parallel-size 8",
         "--num-experts 4 --expert-tensor-parallel-size 2 --expert-model-parallel-size $1",
         "--optimizer muon --muon-tp-mode duplicated --tensor-model-parallel-size $1",
+        "--optimizer $1",
+        "--bf16 --recompute-modules $1 --exp-avg-dtype ${TYPE}",
         "--sft --no-create-attention-mask-in-dataloader --micro-batch-size $1",
         "--tensor-parallel-num-weight-shards 2 --tensor-model-parallel-size $1",
         "--expert-tensor-parallel-num-weight-shards $1",
@@ -113,6 +115,24 @@ def test_it_is_said_where_flags_may_be_that_nobody_has_read(tmp_path, capsys):
 )
 def test_a_size_that_only_running_the_script_would_tell_refuses_nothing(line):
     assert judged(line.split()).starts
+
+
+def test_it_is_said_which_values_decide_that_only_running_it_would_tell(tmp_path, capsys):
+    """Of Megatron-LM's flags and of Odyssey's; what is given behind the script counts."""
+    path = tmp_path / "job.sh"
+    path.write_text(
+        "torchrun pretrain_gpt.py --num-layers 4 --optimizer $O --odyssey-respawn $R --odyssey-run-dir $D "
+        '--odyssey-policy=$P --odyssey "$@"\n'
+    )
+    assert main(["doctor", "--job", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "only running it would tell: --optimizer $O, --odyssey-respawn $R, --odyssey-policy=$P." in told
+    assert "what they stand for: $@." in told
+    assert main(["doctor", "--job", str(path), "--optimizer", "lion", "--odyssey-respawn", "2"]) == 1
+    told = capsys.readouterr().out
+    assert "--optimizer lion does not work" in told
+    assert "only running it would tell: --odyssey-policy=$P." in told
+    assert main(["doctor", "--job", str(path), "--odyssey-respawn", "two"]) == 2
 
 
 def test_flags_of_odyssey_that_change_nothing_are_told():

@@ -8,10 +8,13 @@ import random
 import socket
 import struct
 import threading
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch import admission
 from odyssey_megatron.launch.admission import Admission, Meeting, _Doorkeeper, _Hosts, _only_from, ask
 
 
@@ -131,3 +134,17 @@ def test_a_host_that_knows_itself_by_a_loopback_address_says_so(monkeypatch, cap
     said = capfd.readouterr().err
     assert ("head, where the job's nodes are to meet, is 127.0.1.1 on this machine" in said) == told
     assert ("--master-addr" in said) == told
+
+
+def test_who_waits_for_a_host_says_so_and_where_nobody_can_host(monkeypatch, capsys):
+    meeting = Meeting(
+        host="no.such.host.invalid", port=1, node=1, nodes=2, token="x", bind="", lease_s=3.0, hosts=False
+    )
+    monkeypatch.setattr(admission, "_SAYS_AFTER_S", 0.0)
+    monkeypatch.setattr(admission, "_MEET_S", 0.3)
+    with pytest.raises(ConfigError, match="nobody who hosts this job answered at no.such.host.invalid:1"):
+        Admission(meeting).next_rendezvous()
+    told = capsys.readouterr().err
+    assert told.count("nobody who hosts this job answers at no.such.host.invalid:1 yet (") == 1
+    with pytest.raises(ConfigError, match="cannot listen at no.such.host.invalid:1"):
+        Admission(replace(meeting, node=0, hosts=True)).next_rendezvous()

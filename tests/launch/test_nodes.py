@@ -231,6 +231,27 @@ def test_all_are_asked_at_once(server, tmp_path):
         job.end()
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_all_processes_are_told_of_a_time_limit(server, tmp_path, number):
+    """As by Slurm's --signal=USR1@120. Python, and so a rank, dies of it by default."""
+    job = Apart(server, tmp_path, "--odyssey-on-sigterm", "save")
+    try:
+        wait_for((tmp_path / "go.waits").exists, 20, "no step to end")
+        for pid in [
+            *(pid_of(job.run_dir, rank) for rank in range(4)),
+            job.host.pid,
+            *(one.pid for one in job.nodes),
+        ]:
+            os.kill(pid, number)
+        wait_for(lambda: events(job.run_dir, "asked"), 10, "somebody to take note")
+        (tmp_path / "go").touch()
+        ended = [one.wait(30) for one in (job.host, *job.nodes)]
+        assert ended == [EXIT_AS_ASKED] * 3, job.host.log()
+        assert not events(job.run_dir, "failure_detected")
+    finally:
+        job.end()
+
+
 def test_a_node_without_ranks_leaves_at_once(server, tmp_path):
     job = Apart(server, tmp_path, "--odyssey-on-sigterm", "leave")
     try:

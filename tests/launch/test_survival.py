@@ -222,7 +222,7 @@ def test_the_agent_is_killed(toy, tmp_path):
     wait_for(lambda: not any(map(is_running, pids)), 5, "its ranks end with it")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_the_launcher_is_told_to_stop(toy, tmp_path, number):
     job = toy(4, "--steps", 1000)
     wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 20, "all ranks in their groups")

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 
+import pytest
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore import autoload
+from odyssey_megatron.mcore.loop.arguments import refused_by_megatron
 from odyssey_megatron.upstream.refusals import REFUSALS
 
 BEGIN, END = r"<!-- refused: begin[^>]*-->\n", r"<!-- refused: end -->"
@@ -25,3 +32,23 @@ def test_the_table_in_the_documentation_is_that_of_the_code(checkout):
     match = re.search(BEGIN + "(.*?)" + END, (checkout / "docs" / "flags.md").read_text(), re.DOTALL)
     assert match is not None
     assert match.group(1) == refused_table(), "paste this into docs/flags.md:\n" + refused_table()
+
+
+def test_what_megatron_asserts_is_one_sentence():
+    with (
+        pytest.raises(ConfigError, match=r"cannot be used in this mode\. Change them"),
+        refused_by_megatron(),
+    ):
+        raise AssertionError("It cannot be used in this mode.")
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("megatron.training")), reason="it is there")
+def test_a_script_without_megatron_s_training_loop_is_told_where_that_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--odyssey", "--odyssey-device", "cpu"])
+    with pytest.raises(SystemExit):
+        autoload.import_training()
+    told = capsys.readouterr().err
+    assert "megatron.training cannot be imported" in told
+    assert (
+        "put the checkout into PYTHONPATH. A script that trains with TrainingJob needs no --odyssey" in told
+    )

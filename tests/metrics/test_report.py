@@ -9,6 +9,7 @@ import matplotlib.image
 import pytest
 
 from odyssey_megatron import cli
+from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import Journal
 
 from .synthetic_run import JOB, STEPS
@@ -88,14 +89,29 @@ def test_a_folder_that_is_used_again_reports_on_the_latest_job(runs, tmp_path, c
     assert (got["steps"], got["recoveries"], got["samples"]["ok"]) == (STEPS, [], True)
 
 
-def test_bad_input_is_one_paragraph_and_exit_code_2(runs, tmp_path, capsys):
-    Journal(tmp_path / "empty", source="agent0").event("job_started", world_size=2, nodes=[0, 0])
+def test_lines_that_are_no_events_are_named_and_left_out(runs, tmp_path, capsys):
+    """By who follows the job, too."""
     broken = tmp_path / "broken"
     shutil.copytree(runs["undisturbed"], broken)
-    with (broken / "journal" / "rank0.jsonl").open("a") as file:
-        file.write('{"event": "samples", "wall_s": 1e12}\n')
-    for folder, reason in ((tmp_path / "none", "has no journal"), (tmp_path / "empty", "no committed step"),
-                           (broken, "is no event of a journal")):  # fmt: skip
+    rank0 = broken / "journal" / "rank0.jsonl"
+    rank0.write_text(
+        '{"event": "samples", "wall_s": 1e12}\n[1]\n{"schema_version": "x"}\n' + rank0.read_text()
+    )
+    assert main([str(broken), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "rank0.jsonl, line 1 and 2 more: it is no event of a journal" in captured.err
+    assert captured.err.count("\n") == 1
+    assert main([str(runs["undisturbed"]), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    got = json.loads(captured.out)
+    assert len(got["lines_left_out"]) == 1
+    assert got == {**whole, "run": "broken", "lines_left_out": got["lines_left_out"]}
+    assert Follower(broken).events() == Follower(runs["undisturbed"]).events()
+
+
+def test_bad_input_is_one_paragraph_and_exit_code_2(runs, tmp_path, capsys):
+    Journal(tmp_path / "empty", source="agent0").event("job_started", world_size=2, nodes=[0, 0])
+    for folder, reason in ((tmp_path / "none", "has no journal"), (tmp_path / "empty", "no committed step")):
         assert main([str(folder)]) == 2
         error = capsys.readouterr().err
         assert reason in error

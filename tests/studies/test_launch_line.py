@@ -1,7 +1,9 @@
 import pytest
 
+from odyssey_megatron.doctor.launch_script import launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.studies.launch_line import read
+from odyssey_megatron.studies.launcher import nodes_and_gpus
 
 SIZES = "--num-layers 6 --hidden-size 256 --num-attention-heads 8 --vocab-size 1000 --seq-length 128".split()
 
@@ -102,3 +104,26 @@ def test_what_is_missing_is_named():
         at = SIZES.index(missing)
         with pytest.raises(ConfigError, match=f"has no {missing}"):
             read([*SIZES[:at], *SIZES[at + 2 :]])
+
+
+@pytest.mark.parametrize(
+    ("script", "size"),
+    [
+        ("GPUS=4\ntorchrun --nnodes=2 --nproc_per_node $GPUS pretrain_gpt.py --bf16", (2, 4)),
+        ("A=(--nproc-per-node 8)\nodyssey run ${A[@]} pretrain_gpt.py --bf16", (1, 8)),
+        ("torchrun --nproc-per-node 8 --nnodes $SLURM_NNODES pretrain_gpt.py --bf16", None),
+        (
+            "#SBATCH --nodes=16 # of them\n#SBATCH --gres=gpu:h100:8\n"
+            "srun torchrun --nnodes $SLURM_NNODES --nproc-per-node gpu pretrain_gpt.py --bf16",
+            (16, 8),
+        ),
+        (
+            '#SBATCH --ntasks-per-node=8\nsrun -N4 sh -c "numactl -N 0 python pretrain_gpt.py --bf16"',
+            (4, 8),
+        ),
+        ("#SBATCH --nodes=2-4\n#SBATCH --gpus-per-node=8\nsrun python pretrain_gpt.py --bf16", None),
+        ("python pretrain_gpt.py --bf16", None),
+    ],
+)
+def test_a_script_says_its_gpus(script, size):
+    assert nodes_and_gpus(launch_line(script).launcher) == size

@@ -150,6 +150,26 @@ def test_memory_rules_out():
     assert math.isinf(Bamboo().start(small).step_s)
 
 
+def test_what_does_not_fit_on_fewer_replicas_stands_still(capsys, tmp_path):
+    """With a distributed optimizer."""
+    trace = tmp_path / "trace"
+    trace.write_text("".join(f"{10 + worker} kill {worker}\n" for worker in range(13)) + "300 end\n")
+    asked = "--cluster 2x8 --model llama2-13b --pipeline-model-parallel-size 2 --num-microbatches 2"
+    asked += f" --use-distributed-optimizer --trace {trace} --json"
+    assert main_simulate(asked.split()) == 0
+    (got,) = json.loads(capsys.readouterr().out)["traces"]
+    notes = {one["system"]: one["history"][-1][2] for one in got["systems"]}
+    assert notes["odyssey"] == "out of memory"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_who_has_lost_everything_stands_still_and_restarts(system):
+    changes = (Change(t_s=500.0, died=tuple(range(8))), Change(t_s=1500.0, joined=tuple(range(8))))
+    played = play(system(), WORLD, Trace(name="all", changes=changes, duration_s=5000.0, mtbf_s=3600.0))
+    assert played.downtime_s >= 1000 + WORLD.profile.restart_s
+    assert played.restarts == 1
+
+
 WORK_S = 16 * 8 * 3.0
 """Of all layers and microbatches of a step in :data:`WORLD`, on one worker."""
 

@@ -61,6 +61,23 @@ def test_ranks_that_share_out_experts_die_together(capsys, tmp_path):
     assert "8 workers" in capsys.readouterr().out
 
 
+def test_a_profile_is_of_the_very_model(capsys, tmp_path):
+    """It alone does not say how long sequences are."""
+    profile = str(tmp_path / "profile.json")
+    preset_profile("llama2-7b", "h100").save(profile)
+    flags = ["--width", "0", "--profile", profile]
+    assert main_plan(flags) == 0
+    assert "each counts as one token" in capsys.readouterr().out
+    assert main_plan([*flags, "--model", "llama2-7b"]) == 0
+    named = capsys.readouterr().out
+    assert "each counts as one token" not in named
+    assert main_plan(["--width", "0"]) == 0
+    rate = re.compile(r"[\d,]+ tokens/s")
+    assert rate.search(named)[0] == rate.search(capsys.readouterr().out)[0]
+    with pytest.raises(ConfigError, match="has 32 transformer layers, and llama2-13b has 40"):
+        main_plan([*flags, "--model", "llama2-13b"])
+
+
 def test_a_slow_gpu_is_planned_around(capsys):
     assert main_plan(["--cluster", "1x8", "--slow", "0:3=0.4", "--width", "60"]) == 0
     text = capsys.readouterr().out
@@ -104,6 +121,9 @@ def test_a_launch_script_is_planned_for(capsys, tmp_path):
         == 0
     )
     assert "this launch line on h100" in capsys.readouterr().out
+    # Without --cluster the GPUs are those of the script, where it says them.
+    assert main_plan(["--job", str(script), "--vocab-size", "128256", "--width", "0"]) == 0
+    assert "cluster 1x8" in capsys.readouterr().out
     # What is given behind the script counts, and what a job would refuse is said.
     assert main_plan([*asked, "--vocab-size", "128256", "--num-layers", "16", "--use-torch-fsdp2"]) == 0
     assert "a job would refuse --use-torch-fsdp2" in capsys.readouterr().out
@@ -151,10 +171,17 @@ def test_the_page_has_everything(capsys, tmp_path):
         main_plan([*flags.split()[:-1], str(tmp_path / "missing" / "plan.html")])
 
 
-def test_lost_layers_are_said(capsys):
+def test_lost_layers_are_said(capsys, tmp_path):
+    """In the format that was asked for."""
     flags = ["--cluster", "1x4", "--pipeline-model-parallel-size", "4", "--model", "llama2-7b"]
     assert main_plan([*flags, "--kill", "0:1"]) == EXIT_LAYERS_LOST
-    assert "no holder is left of " in capsys.readouterr().out
+    assert "the job ends, exit code 93: no holder is left of " in capsys.readouterr().out
+    page = tmp_path / "plan.html"
+    assert main_plan([*flags, "--kill", "0:1", "--json", "--html", str(page)]) == EXIT_LAYERS_LOST
+    got = json.loads(capsys.readouterr().out)
+    assert got["ends"].startswith("no holder is left of ")
+    assert got["after"] is None
+    assert "The job ends, exit code 93: no holder is left of" in page.read_text()
 
 
 @pytest.mark.parametrize(

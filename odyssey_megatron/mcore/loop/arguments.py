@@ -68,9 +68,10 @@ def refused_by_megatron() -> Iterator[None]:
         yield
     except AssertionError as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        where, what = f"{os.path.basename(at.filename)}, line {at.lineno}", str(error) or at.line
+        where, what = f"{os.path.basename(at.filename)}, line {at.lineno}", str(error) or at.line or ""
         raise ConfigError(
-            f"Megatron-LM itself refuses these flags ({where}): {what}. Change them as you would without --odyssey."
+            f"Megatron-LM itself refuses these flags ({where}): {what.rstrip('. ')}. Change them as you would without "
+            "--odyssey."
         ) from error
 
 

@@ -343,10 +343,8 @@ def _to_build_with(spec: ModelSpec, *, empty: bool) -> Iterator[None]:
 
 
 def empty_chunk(spec: ModelSpec, groups: ProcessGroupCollection) -> Any:
-    """A chunk to show Megatron's code on a worker that holds nothing; it has nothing to save or to load.
-
-    Megatron drops empty dictionaries from what it has loaded, and would not find the chunk's: so one entry is there.
-    """
+    """Return a chunk to show Megatron's code on a worker that holds nothing; it saves and loads nothing."""
+    # Megatron drops empty dictionaries from what it has loaded, and would miss the chunk's: so it has one entry.
     chunk = _build_chunk(spec, 1, 1, groups, empty=True)
     chunk.sharded_state_dict = lambda *args, **kwargs: {"nothing": LocalNonpersistentObject(None)}
     chunk.load_state_dict = lambda *args, **kwargs: None

@@ -1,0 +1,47 @@
+"""On how many GPUs a launch script starts its job: what it tells torchrun, or else Slurm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
+
+_NODES = "nnodes"
+_PER_NODE = "nproc-per-node"
+_SLURM_NODES = ("nodes", "N")
+_SLURM_PER_NODE = ("gpus-per-node", "gres", "ntasks-per-node")
+_GPUS = re.compile(r"(?:gpu:)?(?:[\w.-]+:)?(\d+)(?:\(.*\))?")
+"""As Slurm writes them: ``8``, ``h100:8``, ``gpu:8`` and ``gpu:h100:8``."""
+
+
+def nodes_and_gpus(launcher: Sequence[str]) -> tuple[int, int] | None:
+    """Nodes, and the GPUs of each, by the words before a job's script; None: one of the two is not said, or only
+    running it would tell.
+    """
+    slurm = list(takewhile(lambda word: not word.endswith("numactl"), launcher))  # which has a -N of its own
+    given, told = _values(launcher), _values(slurm)
+    gpus = _number(given, (_PER_NODE,)) or _number(told, _SLURM_PER_NODE)
+    usual = 1 if _PER_NODE in given and _NODES not in given else None  # torchrun's
+    nodes = _number(given, (_NODES,)) or usual or _number(told, _SLURM_NODES)
+    return (nodes, gpus) if nodes and gpus else None
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    """Of flags, the last one of a name first."""
+    found = {}
+    for word, behind in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            found[name[2:].replace("_", "-")] = value if equals else behind
+        elif word.startswith("-N"):
+            found["N"] = word[2:].removeprefix("=") or behind
+    return found
+
+
+def _number(values: dict[str, str], names: Sequence[str]) -> int | None:
+    """Of the first of ``names`` that says one."""
+    for name in names:
+        for one in values.get(name, "").split(","):
+            if (said := _GPUS.fullmatch(one)) and (name != "gres" or one.startswith("gpu:")) and int(said[1]):
+                return int(said[1])
+    return None
