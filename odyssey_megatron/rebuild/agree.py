@@ -1,11 +1,12 @@
 """The survivors' agreement on where the interrupted step stands (I5).
 
-A rank enters a step's agreement (one all-reduce over all members) only when all its gradients are reduced.
-So if anyone came out of it, everyone had entered it, holds complete gradients, and can finish the step
-alone with the totals that the one who came out has. If nobody came out, everyone goes on with the step where it can
-(``execute/interrupted.py``), and else does it again.
+A rank enters a step's agreement (one all-reduce over all members) only when all its gradients are reduced. So if any
+rank came out of it, every rank had entered it and holds complete gradients. Each can then finish the step alone, with
+the totals from the rank that came out. If no rank came out, the interrupted step is continued where that is possible
+(``execute/interrupted.py``), and otherwise done again.
+
 Other work that all ranks do together (an evaluation, a checkpoint) stands in the same sequence and ends in the same
-way: whoever enters the barrier at its end has done its part.
+way: a rank that enters the barrier at its end has done its part.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from odyssey_megatron.errors import OdysseyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How far a rank is."""
+    """How far one rank has come in the job's sequence of common work."""
 
     done: int
-    """Pieces of common work done so far: steps, evaluations, checkpoints."""
+    """Number of pieces of common work done so far: steps, evaluations, checkpoints."""
     ready: bool
-    """This rank's part of the one at hand is complete; of a step: all its gradients are reduced."""
+    """Whether this rank's part of the current piece is complete. For a step: all its gradients are reduced."""
     committed: int = 0
-    """Steps committed so far."""
+    """Number of steps committed so far."""
     joins: bool = False
-    """It has just joined, and takes over from the others how far the job is."""
+    """Whether the rank has just joined. It then learns from the others how far the job has come."""
 
 
 class AgreementBroken(OdysseyError):
-    """The standings contradict I5: a bug. The job must stop rather than train on."""
+    """The standings contradict I5, which is a bug. The job must stop rather than train on."""
 
 
 def furthest(standings: Sequence[Standing]) -> Standing:
-    """Of those that have been there, who has done most: where a rank that joins starts."""
+    """Return the standing with the most work done among ranks that do not join: where a rank that joins starts."""
     return max((one for one in standings if not one.joins), key=lambda one: one.done)
 
 
 def left_behind(standings: Sequence[Standing]) -> bool:
-    """Whether some have done a piece of work that the others must finish by themselves.
+    """Return whether some ranks have done a piece of work that the others must still finish by themselves.
 
     Raises:
-        AgreementBroken
+        AgreementBroken: Ranks are more than one piece apart, or one that is behind is not ready.
     """
     standings = [one for one in standings if not one.joins]
     ahead = max(one.done for one in standings)
@@ -64,13 +65,13 @@ def left_behind(standings: Sequence[Standing]) -> bool:
 
 
 def exchange(group: dist.ProcessGroup, standing: Standing, fingerprint: int) -> list[Standing]:
-    """All members' standings.
+    """Return the standings of all members, in the order of their ranks in ``group``. Collective.
 
     Args:
-        fingerprint: of (generation, plan hash); must be the same everywhere.
+        fingerprint: A number made from (generation, plan hash). It must be the same on all members.
 
     Raises:
-        AgreementBroken: a member carries out another plan.
+        AgreementBroken: A member carries out another plan.
     """
     mine = torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -89,9 +90,10 @@ def exchange(group: dist.ProcessGroup, standing: Standing, fingerprint: int) -> 
 
 
 def told(group: dist.ProcessGroup, standings: Sequence[Standing], known: torch.Tensor) -> torch.Tensor:
-    """What those who are furthest know: the totals of the last agreed step, and what a rank that joins must know
-    besides. Collective; ``known`` is this rank's, 1-D, as long as everyone's. With experts that is long, so that it is
-    sent only where somebody needs it.
+    """Return what the rank that is furthest knows: the last agreed step's totals, and what else a joining rank needs.
+
+    Collective over ``group``. ``known`` is this rank's own version, a 1-D tensor of the same length on all ranks. With
+    experts it is long, so it is sent only if some rank joins or is behind.
     """
     ahead = furthest(standings)
     if any(one.joins or one.done < ahead.done for one in standings):

@@ -1,8 +1,8 @@
-"""The process groups of one generation: built directly, in one go, and buried when the next one comes.
+"""The process groups of one generation: all built at once, and set aside when the next generation comes.
 
 Groups are not made by ``init_process_group``/``new_group`` (whose names come from a counter per process, and
-whose teardown needs everybody), but from their store, ranks and name. The default group is a placeholder of
-fixed world size, so ``torch.distributed``'s global rank space never changes.
+whose teardown needs every rank), but directly from their store, ranks and name. The default group is a placeholder
+of fixed world size, so ``torch.distributed``'s global rank space never changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from odyssey_megatron.rebuild.registry import register
 
 
 class MemberLike(Protocol):
-    """What building groups needs of ``launch.member.Member``."""
+    """The part of ``launch.member.Member`` that building groups needs."""
 
     @property
     def rank(self) -> int: ...
@@ -56,7 +56,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     newer generation exists every operation raises Superseded; if a peer is lost before that, PeerFailed.
 
     Args:
-        devices: connects all groups but that of all members, which ``hosts`` does. They may be the same.
+        devices: Connects all groups except that of all members.
+        hosts: Connects the group of all members. May be the same library as ``devices``.
+        bury_s: How long to keep groups of a library that ``lingers`` before they are reclaimed.
     """
 
     def __init__(
@@ -65,13 +67,15 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self.number, self._rank, self._forget = number, member.rank, member.forget
         self._devices, self._hosts, self._bury_s = devices, hosts, bury_s
         self.fell_together = True
-        """Nobody who goes on can have taken for a message what this rank's end has left in its place."""
+        """Whether all who go on knew of the end before any device was freed (``launch/falling.py``). Then nobody has
+        taken for a message what an aborted operation of this rank has left in its place.
+        """
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connected: dict[Any, Communicator] = {}
-        """By backend those that may outlive this generation."""
+        """The communicators that may outlive this generation, by backend."""
         self._goes_on: dict[str, Communicator] = {}
-        """By group those that it will take over from the one before."""
+        """The communicators that this generation will take over from the one before, by the name of their group."""
 
     def __getitem__(self, name: str) -> dist.ProcessGroup:
         return self._groups[name]
@@ -83,15 +87,15 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return len(self._groups)
 
     def fall(self) -> None:
-        """Nothing counts from now on of what devices do, as they go on with it. Any thread."""
+        """Declare void what devices compute from now on, although they go on. May be called from any thread."""
         for abort in self._aborts.values():
             abort.fall()
 
     def abort(self, together: bool = True) -> None:
-        """Ends every operation, as a newer generation would. Any thread.
+        """End every operation, as a newer generation would. May be called from any thread.
 
         Args:
-            together: all others in these groups who go on had them fall before.
+            together: Whether all others in these groups who go on have called :meth:`fall` before.
         """
         self.fell_together = self.fell_together and together
         for abort in self._aborts.values():
@@ -99,7 +103,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     @property
     def holds(self) -> torch.Tensor | None:
-        """See ``rebuild.abort.Abort``, also for the methods."""
+        """See ``rebuild.abort.Abort``, also for :meth:`drain` and :meth:`settle`."""
         return self._aborts[self._devices].holds
 
     def drain(self) -> None:
@@ -114,7 +118,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     @property
     def communicators(self) -> Collection[Communicator]:
-        """Those that the next generation can go on with."""
+        """The communicators that the next generation can go on with."""
         return self._connected.values()
 
     def connect(
@@ -123,7 +127,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         named: Mapping[str, tuple[int, ...]],
         before: Collection[Communicator] | None,
     ) -> None:
-        """Adds ``named``, of which this rank is a member. The others: see :func:`build_groups`."""
+        """Add the groups ``named``, all of which this rank is in. For the arguments see :func:`build_groups`."""
         for library in dict.fromkeys((self._hosts, self._devices)):
             mine = {name: ranks for name, ranks in named.items() if self._library(name) is library}
             abort, kept = self._aborts[library], dict[str, tuple[Any, dist.Store]]()
@@ -145,7 +149,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def _kept(
         self, mine: Mapping[str, tuple[int, ...]], named: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[Any, dist.Store]]:
-        """Of ``mine``, groups of devices, those that need not be connected anew."""
+        """Return the (backend, store) of those groups of ``mine``, by name, that need not be connected anew.
+
+        All of ``mine`` are groups of devices.
+        """
         spare, abort = self._devices.spare, self._aborts[self._devices]
         world = next((name for name in named if self._library(name) is self._hosts), None)
         if spare is None or world is None:
@@ -157,8 +164,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return {name: (one.backend, one.store) for name, one in taken.items()}
 
     def take_over(self, before: GroupSet) -> None:
-        """This generation begins behind ``before``, between two steps: the communicators that both have use for go from
-        that to this one. Raises Superseded; then they are with ``before`` still.
+        """Take over from ``before`` the communicators that both generations use.
+
+        For a generation that begins between two steps. Raises Superseded if either has ended; then the communicators
+        still belong to ``before``.
         """
         if self._goes_on:
             theirs, ours = before._aborts[before._devices], self._aborts[self._devices]
@@ -173,17 +182,16 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return self._hosts if name.partition(".")[0] == WORLD else self._devices
 
     def leave(self) -> None:
-        """As :meth:`close`, once aborted; what may outlive the generation is laid by for the next one."""
+        """Do as :meth:`close`, once aborted, but lay by for the next generation what may outlive this one."""
         if self._devices.spare is not None:
             clean = self._aborts[self._devices].hand_over()
             self._devices.spare.lay_by([self._connected[one] for one in clean if one in self._connected])
-            abort_all(
-                [one for one in clean if one not in self._connected]
-            )  # they came too late to be a group
+            # Backends that were connected too late to become a group.
+            abort_all([one for one in clean if one not in self._connected])
         self.close()
 
     def close(self) -> None:
-        """Takes the groups out of ``torch.distributed`` and ends their connections. Returns at once."""
+        """Take the groups out of ``torch.distributed`` and end their connections. Returns at once."""
         self._forget(self.number)
         for abort in self._aborts.values():
             abort.close()
@@ -193,7 +201,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             if isinstance(group, AbortableGroup):
                 remains[self._library(name).lingers].append(group.detach())
         self._groups = {}
-        for lingers, groups in remains.items():  # a device's keep what was outstanding in its memory
+        # Groups of devices are not kept longer, since they hold device memory of operations that were outstanding.
+        for lingers, groups in remains.items():
             _GRAVEYARD.bury(groups, self._bury_s * lingers)
 
     def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
@@ -209,7 +218,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
                 self._connected[backend] = Communicator(
                     name=name, number=self.number, ranks=ranks, backend=backend, store=store, use=use
                 )
-        torch_name: Any = f"{name}@{self.number}"  # a NewType of torch's, from 2.13 on
+        torch_name: Any = f"{name}@{self.number}"  # from torch 2.13 on the type is a NewType
         group._set_group_name(torch_name)
         group._set_group_desc(torch_name)
         kind = library.kind if len(ranks) > 1 else "fake"
@@ -218,8 +227,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
 
 class _Ranks(dict[int, int]):
-    """Global rank -> rank in a group. Any other number is this process: ``torch.distributed`` looks its rank in the
-    default group up, also for its log, and that may be renumbered (``world.py``).
+    """A mapping from global rank to rank in a group, in which any unknown number means this process.
+
+    ``torch.distributed`` looks up the rank that this process has in the default group, also for its log, and ranks of
+    the default group may be renumbered (``world.py``).
     """
 
     def __init__(self, ranks: tuple[int, ...], own: int):
@@ -234,14 +245,17 @@ class _Ranks(dict[int, int]):
 
 
 def init_default_group(member: MemberLike) -> None:
-    """``torch.distributed``'s world: ranks dense, size fixed, no connections. Never rebuilt, never used."""
+    """Initialise ``torch.distributed`` with a placeholder as its default group.
+
+    It has dense ranks, a fixed size and no connections. It is never rebuilt, and nothing is sent through it.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=member.rank, world_size=member.world_size)
 
 
 NEVER_OVER = sys.maxsize
-"""A number for groups that no generation ends; the death of a peer does."""
+"""The number of groups that no generation ends. Only the death of a peer does."""
 
 
 def build_groups(
@@ -252,25 +266,25 @@ def build_groups(
     libraries: tuple[Library, Library] | None = None,
     before: Collection[Communicator] | None = None,
 ) -> GroupSet:
-    """Builds those of ``named`` groups that this rank is in. Every rank of a group must do so.
+    """Build those of the ``named`` groups that this rank is in. Every rank of a group must call it.
 
     Args:
-        number: of the generation.
-        named: name -> global ranks, ascending; equal on all members.
-        libraries: what connects devices, and hosts; by default those for the device of ``config``.
-        before: where nobody has died since, the communicators of the generation that this one follows, empty on a rank
-            that was not in it. Groups that can go on with them are there once :meth:`GroupSet.take_over` is called.
-            None: what has outlived a failure is asked for.
+        number: The number of the generation.
+        named: Name -> global ranks, ascending. The same on all members.
+        libraries: The libraries that connect devices, and hosts. By default those for the device of ``config``.
+        before: The communicators of the generation that this one follows, if nobody has died since; empty on a rank
+            that was not in it. Groups that can go on with them exist once :meth:`GroupSet.take_over` is called.
+            None: use communicators that have outlived a failure.
 
     Raises:
-        Superseded: a newer generation exists; nothing of this one is left.
-        PeerFailed: a peer did not connect within ``build_timeout_s``.
+        Superseded: A newer generation exists. Nothing of this one is left.
+        PeerFailed: A peer did not connect within ``build_timeout_s``.
     """
     devices, hosts = libraries or libraries_for(config)
     groups = GroupSet(member, number, devices, hosts, config.op_timeout_s + 2.0)
     member.on_newer(number, groups.abort, groups.fall if groups.holds is not None else None)
     if member.newer_than(number):
-        groups.abort()  # it came before the callback was in place
+        groups.abort()  # the newer generation came before the callback was in place
     try:
         mine = {name: ranks for name, ranks in named.items() if member.rank in ranks}
         groups.connect(member, mine, before)
@@ -279,13 +293,16 @@ def build_groups(
         if before is None:
             groups.leave()
         else:
-            groups.close()  # what it would have taken over is with the one before
+            groups.close()  # what it would have taken over still belongs to the generation before
         raise
     return groups
 
 
 def libraries_for(config: OdysseyConfig) -> tuple[Library, Library]:
-    """Of devices and hosts. What outlives a generation does so for whoever uses the same ones in the next."""
+    """Return the libraries that connect devices, and hosts.
+
+    Communicators that outlive a generation are kept in the library, so the next generation must use the same objects.
+    """
     if config.uses_nccl:
         return Nccl(config), Hosts(config)
     gloo = Gloo(config)
@@ -299,7 +316,7 @@ def _build_all(
     library: Library,
     abort: Abort,
 ) -> dict[str, tuple[Any, dist.Store]]:
-    """Where it can be left."""
+    """Return the (backend, store) of each group of ``named``. Runs in a call that ``abort`` can leave."""
     connect = library.connector(abort)
 
     def build(name: str) -> tuple[Any, dist.Store]:
@@ -316,7 +333,7 @@ def _build_all(
 def _plain_group(
     store: dist.Store, rank: int, size: int, kind: dist.ProcessGroup.BackendType, device: str, backend: Any
 ) -> dist.ProcessGroup:
-    if isinstance(backend, dist.ProcessGroup):  # one written in Python
+    if isinstance(backend, dist.ProcessGroup):  # it is written in Python
         return backend
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)
@@ -327,8 +344,8 @@ def _plain_group(
 class _Graveyard:
     """Keeps groups of past generations until no operation can be left in them.
 
-    Whoever drops the last reference runs a destructor that joins the group's threads, and so waits for
-    whatever was left behind in it: this thread, later, and not a training rank now.
+    The thread that drops the last reference to a group runs a destructor, which joins the group's threads and so waits
+    for any operation that was left behind. Here a thread of its own does so later, instead of the training thread now.
     """
 
     def __init__(self) -> None:
@@ -363,5 +380,5 @@ _GRAVEYARD = _Graveyard()
 
 
 def graveyard_size() -> int:
-    """Generations whose groups are not reclaimed yet."""
+    """Return the number of entries in the graveyard: lists of groups that are not reclaimed yet."""
     return len(_GRAVEYARD)

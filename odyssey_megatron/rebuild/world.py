@@ -1,8 +1,8 @@
-"""Groups for code that is not ours and keeps what it once got: they always mean the ranks that live.
+"""Groups that always mean the living ranks, for code that is not ours and keeps the group objects it once got.
 
-Megatron's own loop calls barriers and reductions on the default group, between steps and inside checkpoints. They
-reach the world of the current generation. Ranks are dense in it: the lowest living rank is 0, and the last one is
-who prints. What Megatron's modules keep of the groups within a cell means those of the generation, too.
+Megatron's own loop calls barriers and reductions on the default group, between steps and inside checkpoints. These
+reach the world of the current generation. Ranks are dense in it: the lowest living rank is 0, and the last one is the
+rank that prints. The groups within a cell that Megatron's modules keep also mean those of the current generation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Together = Callable[[Callable[[Any], Any]], Any]
 
 
 class FollowingGroup(dist.ProcessGroup):
-    """Passes every operation on to a group of the current generation. ``torch.distributed`` takes it like any group."""
+    """A group that passes every operation on to a group of the current generation.
+
+    ``torch.distributed`` takes it like any group.
+    """
 
     def __init__(self, rank: int, size: int, device: str):
         super().__init__(rank, size)  # type: ignore[call-arg] # its stub lacks this one
@@ -32,7 +35,10 @@ class FollowingGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Torch's name: where collectives of objects put their bytes. By default that of backends, and none is here."""
+        """The devices on which collectives of objects may put their bytes. The name is torch's.
+
+        By default torch asks the group's backends, but this group has none.
+        """
         return [self._device]
 
     def rank(self) -> int:
@@ -45,31 +51,31 @@ class FollowingGroup(dist.ProcessGroup):
         return "odyssey"
 
     def follow(self, group: dist.ProcessGroup) -> None:
-        """From now on ``group`` is meant."""
+        """Pass operations on to ``group`` from now on."""
         self._current, self._rank, self._size = group, group.rank(), group.size()
 
     def run(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """``operation`` of the current group."""
+        """Run ``operation`` of the current group."""
         return getattr(self._current, operation)(*args, **kwargs)
 
 
 class LivingWorld(FollowingGroup):
-    """The default group.
+    """The default group, which consists of the living ranks.
 
-    Outside of common work (see :meth:`inside`) an operation is a piece of common work itself: complete when it returns,
-    and repeated with the survivors if a failure cuts it short.
+    Outside of common work (see :meth:`inside`) each operation is itself a piece of common work: it is complete when it
+    returns, and if a failure cuts it short it is repeated with the survivors.
     """
 
     def __init__(self, rank: int, size: int, device: str):
         super().__init__(rank, size, device)
         self.before: dist.ProcessGroup | None = None
-        """The default group that this one has replaced: of this process, or cell, alone."""
+        """The default group that this one has replaced. It consists of this process, or of its cell, alone."""
         self._together: Together | None = None
         self._inside = False
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """It lies between hosts, whatever its tensors are on (``rebuild/hosts.py``)."""
+        """The host, as this group connects hosts, wherever its tensors are (``rebuild/hosts.py``)."""
         return [torch.device("cpu")]
 
     def follow(self, group: dist.ProcessGroup) -> None:
@@ -77,12 +83,12 @@ class LivingWorld(FollowingGroup):
         c10d._world.pg_group_ranks[self] = {one: one for one in range(self._size)}
 
     def repeat_with(self, together: Together | None) -> None:
-        """How an operation becomes common work. None: it is passed on, and a failure ends it."""
+        """Set how an operation becomes common work. None: it is only passed on, and a failure ends it."""
         self._together = together
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """In the body operations are only passed on: they are part of a piece of common work that is being done."""
+        """Return a context in which operations are only passed on, as part of common work that is being done."""
         before, self._inside = self._inside, True
         try:
             yield
@@ -106,7 +112,10 @@ class LivingWorld(FollowingGroup):
 
 
 def _for_size(operation: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:
-    """Room made before ranks died is larger than what is gathered now; the rest of it stays as it is."""
+    """Return ``args`` of a gathering with the output cut to ``size`` ranks.
+
+    Output that was allocated before ranks died is larger than what is gathered now. The rest of it stays as it is.
+    """
     if operation == "allgather" and len(args[0][0]) > size:
         return ([args[0][0][:size]], *args[1:])
     if operation in ("_allgather_base", "all_gather_single") and args[0].numel() > size * args[1].numel():
@@ -137,7 +146,7 @@ for _name in OPERATIONS:
 
 
 def stand_alone(rank: int = 0, size: int = 1) -> None:
-    """Initialises ``torch.distributed`` with this cell as the whole world, for groups within it to be made."""
+    """Initialise ``torch.distributed`` with this cell as the whole world, so that groups within it can be made."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -145,8 +154,9 @@ def stand_alone(rank: int = 0, size: int = 1) -> None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In the body the default group is this process alone again: for library code that would agree with all ranks on
-    something that is each rank's own affair.
+    """Return a context in which the default group is what it was before :func:`become_default`.
+
+    For library code that would agree with all ranks on something that is each rank's own affair.
     """
     world = c10d._get_default_group()
     if not isinstance(world, LivingWorld):
@@ -160,9 +170,11 @@ def alone() -> Iterator[None]:
 
 
 class _WithinCell(dict[int, int]):
-    """Global rank -> rank in a group within a cell. Cells are consecutive ranks, so where all are of one size a rank's
-    place in its cell follows from its number, whatever that is by now. Of a context-parallel group every ``step``-th is
-    one. What this rank's own number is by now, which others' sizes decide on, too, stands for its ``place``.
+    """A mapping from global rank to rank in a group within a cell.
+
+    Cells are consecutive ranks. So if all cells have one size, a rank's place in its cell follows from its number, even
+    after ranks were renumbered. In a context-parallel group every ``step``-th rank of the cell is a member. This rank's
+    own current number maps to ``place`` in any case, since it also depends on the sizes of other cells.
     """
 
     def __init__(self, size: int, step: int = 1, place: int = 0):
@@ -179,21 +191,24 @@ class _WithinCell(dict[int, int]):
 
 
 def become_default(rank: int, size: int, device: str) -> LivingWorld:
-    """Puts a :class:`LivingWorld` in the place of the default group; groups of :func:`stand_alone` stay in the cell."""
+    """Replace the default group by a :class:`LivingWorld`, and return that.
+
+    Groups made since :func:`stand_alone` remain groups within the cell.
+    """
     world = LivingWorld(rank, size, device)
     _register(world, "odyssey-world", device, {one: one for one in range(size)})
     world.before = c10d._get_default_group()
     for group, ranks in list(c10d._world.pg_group_ranks.items()):
         if group is world or isinstance(ranks, _WithinCell):
             continue
-        if isinstance(group, dist.ProcessGroup):  # torch notes the absent as a number
+        if isinstance(group, dist.ProcessGroup):  # groups without this rank are numbers in torch's table
             c10d._world.pg_group_ranks[group] = _WithinCell(group.size())
     c10d._update_default_pg(world)
     return world
 
 
 def group_of_cell(name: str, ranks: tuple[int, ...], rank: int, device: str) -> FollowingGroup:
-    """A group of ``ranks`` of this one's cell, for Megatron's modules to keep."""
+    """Return a group of ``ranks``, which are in the cell of ``rank``, for Megatron's modules to keep."""
     place = ranks.index(rank)
     group = FollowingGroup(place, len(ranks), device)
     _register(group, f"odyssey-{name}", device, _WithinCell(len(ranks), ranks[1] - ranks[0], place))
