@@ -1,4 +1,4 @@
-"""The agent of one node: torch elastic's agent, except that ranks live on when one of them dies.
+"""The agent of one node: torch elastic's agent, except that the other ranks live on when one dies.
 
 torch elastic does the rest: arguments, logs, rendezvous, the store, environment and start of the ranks. The seam
 is the name ``torch.distributed.launcher.api.LocalElasticAgent`` (torch 2.13; see ``run.py``).
@@ -41,7 +41,7 @@ from odyssey_megatron.metrics.outlet import say
 _log = logging.getLogger(__name__)
 
 _ORPHANS_S = 2.0
-"""From SIGTERM to SIGKILL where the first agent is gone: nobody is left to help, and such a job is to end soon."""
+"""The time from SIGTERM to SIGKILL if the host of the job is gone. Nobody is left to help, so the job is to end soon."""
 _RUNNING = (
     "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey "
     "join' with the same arguments; for another job, use another --master-port."
@@ -63,31 +63,36 @@ _REPLACED = (
     "--odyssey-node-lease-s, so that this one ends."
 )
 _RESPAWNS_OF_A_NODE = 10_000
-"""More than a node's agent can start a rank again: incarnations of a rank are never alike."""
+"""Larger than the number of times that one agent can respawn a rank. An agent that replaces another one counts
+incarnations from a multiple of it, so that no two processes of a rank have the same incarnation.
+"""
 _CONNECT_S = 10.0
-"""For an agent's connection to the store where all have met a moment ago: if it is gone, so is the job."""
+"""The limit for an agent's connection to the store. All have met there a moment ago: if it is gone, so is the job."""
 _SEEN_S = 0.5
-"""For others to see that secrets differ, where the store goes with the process that has found it."""
+"""The time that others get to see that secrets differ, as the store may go with the process that has found it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What ``odyssey run`` hands to its agent."""
+    """The settings that ``odyssey run`` hands to its agent."""
 
     config: OdysseyConfig
     token: str
     planner: Planner
     zygote: Zygote | None = None
     page_secret: str = ""
-    """What the page's token is made from, where it wants one."""
+    """The secret from which the page's token is made, if the page wants one."""
     on_signal: str = "stop"
     """``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``."""
     joins: bool = False
-    """The node takes the place of one that was lost, in a job that runs."""
+    """Whether the node takes the place of a lost one, in a running job."""
 
 
 class OdysseyAgent(LocalElasticAgent):
-    """Starts the ranks of its node, reports and fences them. The first one hosts the job, or ``odyssey host`` does."""
+    """Starts the ranks of its node, reports their ends, and fences them.
+
+    The first node's agent also hosts the job, unless ``odyssey host`` does.
+    """
 
     def __init__(self, *, launch: Launch, **kwargs: Any):
         super().__init__(**kwargs)
@@ -95,7 +100,7 @@ class OdysseyAgent(LocalElasticAgent):
         self._token, self._incarnation = launch.token, 0
         self._hosting: Hosting | None = None
         self._is_replaced = False
-        """Another agent has the node's place."""
+        """Whether another agent has taken the node's place."""
 
     def _set_local_rank_env(self, worker_env: dict[str, Any], local_rank: int, spec: Any) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
@@ -129,14 +134,15 @@ class OdysseyAgent(LocalElasticAgent):
             self._hosting.name_job(control)
         os.environ["ODYSSEY_JOB"] = _name_of_job(control)
         if running:
-            # Before anything is written or started in its name.
+            # Checked before anything is written or started in the node's name.
             if beats(control, node, config.node_lease_s):
                 raise ConfigError(_ALIVE.format(node=node))
             ranks = [worker.global_rank for worker in worker_group.workers]
             if (had := json.loads(control.get(keys.node_key(node)))) != ranks:
                 raise ConfigError(_OTHERS.format(node=node, had=len(had), ranks=len(ranks)))
             self._incarnation = control.count(keys.replaced_key(node))
-            # Who has come is to be known before ranks can join: with the agent before it they would be lost.
+            # The coordinator must know of the new agent before ranks can join. Otherwise they would count as ranks of
+            # the agent before, and be lost with it.
             self._connect().put(keys.lease_key(node), "")
             control.forget(keys.bye_key(node))
             os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
@@ -164,7 +170,7 @@ class OdysseyAgent(LocalElasticAgent):
             if self._hosting is not None:
                 self._hosting.close()
         if code:
-            # Not a failed RunResult: torch would raise and print an error of its own for a verdict of ours.
+            # Not a failed RunResult, as torch would raise and print an error of its own for our verdict.
             raise SystemExit(code)
         group.state = WorkerState.SUCCEEDED
         return RunResult(
@@ -242,14 +248,14 @@ class OdysseyAgent(LocalElasticAgent):
         )
 
     def _orphaned(self) -> int:
-        """The exit code of an agent whose job has ended without a word to it."""
+        """Say that the host of the job is gone, and return the exit code for that."""
         node, apart = self._worker_group.group_rank, self._launch.config.job_host
         host = f"odyssey host at {apart}" if apart else "the first agent"
         say(f"[odyssey] node {node} stops: {host}, which hosts the coordinator, is gone.")
         return 1
 
     def _conclude(self, verdict: VerdictWatch, ranks: Ranks, control: Control) -> int:
-        """Lets the ranks end, or ends them; returns the exit code of the job."""
+        """Let the ranks end, or end them, and return the exit code of the job."""
         final, began_s = verdict.value or Verdict(code=1, terminate_s=_ORPHANS_S), time.monotonic()
         ranks.drain(final.grace_s)
         ranks.end(final.terminate_s)
@@ -265,7 +271,7 @@ class OdysseyAgent(LocalElasticAgent):
 
 
 def _name_of_job(control: Control) -> str:
-    """As the first agent has it. Raises ConfigError if that one has another secret."""
+    """Return the name that the job's host has given it. Raises ConfigError if somebody came with another secret."""
     ends_s = time.monotonic() + _CONNECT_S
     while not control.has([keys.JOB_NAME]):
         if control.other_token_seen():

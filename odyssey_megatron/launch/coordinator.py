@@ -1,7 +1,7 @@
-"""The coordinator: the only writer of membership, generations and plans. A thread in the job's host.
+"""The coordinator: the only writer of membership, generations and plans. It is a thread in the job's host.
 
-It reads one queue of events, has ``reactions.py`` say what follows from them, and does that: it asks the planner,
-publishes generations, answers who joins, and ends the job.
+It reads one queue of events, lets ``reactions.py`` say what follows from them, and does that: it asks the planner,
+publishes generations, answers ranks that join, and ends the job.
 """
 
 from __future__ import annotations
@@ -49,19 +49,24 @@ from odyssey_megatron.policy.table import candidates_table
 _log = logging.getLogger(__name__)
 
 _COALESCE_S = 0.003
-"""Deaths of one incident reach the queue within this time of each other: one generation for all of them."""
+"""Deaths of one incident reach the queue within this time of each other, and get one generation for all of them."""
 _TICK_S = 0.1
 _ALIKE_S = 3.0
-"""All ranks that end by the same mistake have ended within this time, on a machine that is busy, too."""
+"""The time within which all ranks that end by the same mistake have ended, even on a busy machine."""
 _WAITS_S = 60.0
-"""How often it is said for whom the job waits behind its last step: what they still write may be what it was for."""
+"""How often the user is told which ranks the job waits for after its last step. There is no limit to that wait, as what
+they still write may be what the job was for.
+"""
 _STOP_GRACE_S = 1.5
-"""How long ranks may take to leave by themselves after a stop; then they are told to (``verdict.ENDS_S``)."""
+"""How long ranks may take to leave by themselves after a stop. Then they are told to (``verdict.ENDS_S``)."""
 
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """The job waits: looking through a large plan for garbage again and again takes as long as to make it."""
+    """Return a context without garbage collection, for decisions that the job waits for.
+
+    Searching a large plan for garbage again and again takes as long as making it.
+    """
     gc.disable()
     try:
         yield
@@ -70,12 +75,12 @@ def _nothing_collected() -> Iterator[None]:
 
 
 class Coordinator:
-    """One job, from its ranks' first words to the verdict.
+    """Coordinates one job, from its ranks' first messages to the verdict.
 
     Args:
-        nodes: node of each rank.
-        say: shows a text to the user.
-        here: the node that this runs on; None: one without ranks.
+        nodes: The node of each rank.
+        say: Shows a text to the user.
+        here: The node on which this runs. None: a host without ranks.
     """
 
     def __init__(
@@ -106,11 +111,11 @@ class Coordinator:
         )
         self._unheard: list[Event] = []
         self._agreed = 0
-        """The newest generation that is known to have begun with an agreement."""
+        """The number of the newest generation that is known to have begun with an agreement."""
 
     def run(self) -> Verdict | None:
-        """Until the job ends; publishes the verdict. None if the store is gone."""
-        gc.freeze()  # what is imported stays, and looking through all of it in a decision takes 0.1 s
+        """Coordinate the job until it ends, then publish the verdict and return it. None if the store is gone."""
+        gc.freeze()  # imported modules stay anyway, and a search through all of them delays a decision by 0.1 s
         try:
             verdict = self._await_job() or (
                 self._observe() if self._observes else self._start() or self._train()
@@ -133,12 +138,12 @@ class Coordinator:
     # -- before training ------------------------------------------------------------------------------
 
     def _await_job(self) -> Verdict | None:
-        """Until all ranks have posted the job; a verdict if one of them ends first."""
+        """Wait until all ranks have posted the job. Returns a verdict if one of them ends first."""
         posted = [keys.digest_key(rank) for rank in range(self._world_size)]
         while not self._control.has(posted):
             found = self._events(_TICK_S / 2)
             if found and self._control.has(posted):
-                # Who has died since then has died in a job that runs: his agent saw it so, too.
+                # Ranks that have died since then have died in a running job. Their agents saw it so, too.
                 self._unheard = found
                 return None
             for event in found:
@@ -189,7 +194,7 @@ class Coordinator:
         return None
 
     def _observe(self) -> Verdict:
-        """Says what would be done about the first failure, and ends the job as a launcher does that knows no better."""
+        """Say what would be done about the first failure, and then end the job as an ordinary launcher does."""
         hopeless = self._start()  # the ranks do not read the generations that are published
         left, dead = set(range(self._world_size)), set[int]()
         while not dead:
@@ -220,7 +225,10 @@ class Coordinator:
             self._offer()
 
     def _note_agreements(self, events: Sequence[Event]) -> None:
-        """By this host's clock, which the report needs: it may have no rank that takes part."""
+        """Record in the journal when generations were agreed on.
+
+        The times are by this host's clock, which the report needs, as there may be no rank here that takes part.
+        """
         for event in events:
             if (
                 isinstance(event, GenerationLive)
@@ -232,7 +240,7 @@ class Coordinator:
                 self._journal.event("generation_agreed", generation=event.generation, agreed_s=agreed_s)
 
     def _do(self, action: Action) -> Verdict | None:
-        """A verdict if the job ends by it."""
+        """Carry out ``action``. Returns a verdict if it ends the job."""
         match action:
             case Report():
                 self._report(action)
@@ -277,7 +285,7 @@ class Coordinator:
         plan = decided.plan
         self._offers.recovered(decided, job.live_plan)
         if job.live_plan is None:
-            # Nobody has trained yet: every rank makes its layers, and there is nothing to send.
+            # No rank has trained yet. Each initialises its layers, and there is nothing to send.
             plan = replace(plan, transfers=(), transition_s=0.0)
         decide_s = time.monotonic() - began_s
         self._publish(
@@ -286,13 +294,13 @@ class Coordinator:
         return None
 
     def _hear_out(self) -> None:
-        """Where all ranks end by the same mistake, they do so one after the other."""
+        """Wait for more deaths while it looks as if all ranks end by the same mistake, one after the other."""
         ends_s = time.monotonic() + _ALIKE_S
         while self._job.cluster.ranks and reactions.gone_alike(self._job) and time.monotonic() < ends_s:
             self._job, _ = reactions.bury(self._job, self._events(_TICK_S))
 
     def _offer(self) -> None:
-        """The next generation on the way to something better, when the last one is live."""
+        """Offer the next generation, if there is a better plan and the last generation is live."""
         began_s = time.monotonic()
         self._job, proposal = self._offers.following(self._job, self._learning.diagnosis, began_s)
         if proposal is not None:
@@ -306,7 +314,7 @@ class Coordinator:
             )
 
     def _say_what_comes_back(self, proposal: Proposal) -> None:
-        """To the agents, before any rank of a cell leaves."""
+        """Tell the agents, before any rank of a cell leaves, with how many ranks the cell is to come back."""
         cluster = self._job.cluster
         known = dict(cluster.incarnations)
         for worker in proposal.leaving if cluster.cell_size > 1 else ():
@@ -319,7 +327,7 @@ class Coordinator:
             self._control.put(keys.comes_back_key(worker), to_json(wanted))
 
     def _finish(self, finished: Finished) -> Verdict:
-        """Tells the members that all have finished, and waits for their exit codes."""
+        """Tell the members that all have finished, and wait for their exit codes."""
         cluster = self._job.cluster
         members, exits = {*cluster.ranks, *cluster.finished}, dict(self._job.exits)
         self._send(finished)
@@ -342,7 +350,7 @@ class Coordinator:
         )
 
     def _stop(self, told: Stop) -> Verdict:
-        """Tells the members to stop."""
+        """Tell the members to stop, and return the verdict."""
         self._send(told)
         return Verdict(code=told.code, why=told.why, grace_s=_STOP_GRACE_S)
 
@@ -380,7 +388,7 @@ class Coordinator:
         return self._control.peek(keys.REFUSED) or ""
 
     def _incident(self) -> Sequence[Event]:
-        """Its events; none if nothing has happened for a while."""
+        """Return the events of the next incident. Empty if nothing has happened for ``_TICK_S``."""
         if (current := self._job.known_plan) is not None:
             self._learning.look(self._job.cluster, current)
         events = self._events(_TICK_S)
@@ -396,5 +404,5 @@ class Coordinator:
                 _log.warning("dropped a malformed event: %s", event)
             else:
                 found.append(replace(event, t_s=time.monotonic()) if isinstance(event, RankDied) else event)
-        # A node that is replaced has been lost before ranks of its place can join.
+        # Lost nodes come first: a node that is replaced must be lost before the ranks that replace its own can join.
         return [*self._leases.expired(time.monotonic()), *found]

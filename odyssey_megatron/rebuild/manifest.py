@@ -31,7 +31,7 @@ def agree(
     who: str,
     what: Callable[[int], str],
 ) -> None:
-    """Check that all ranks with tensors at a place have the same there. Collective over ``group`` (one sum).
+    """Check that all ranks with tensors at a place have the same there. Collective over ``group`` (one all-reduce).
 
     Args:
         mine: The tensors of this rank by place, a number in ``range(places)``. Most places concern other ranks only.
