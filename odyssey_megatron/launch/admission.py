@@ -63,7 +63,7 @@ _MEET_S = 600.0
 """How long nodes wait for the first one. It is torchrun's own limit."""
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _ASKED_AT_ONCE, _ASKED_FOR_S = 256, 2.0
-"""The largest number of strangers at the door (the one that is there longest makes room), and how long each may stay."""
+"""The largest number of strangers at the door (the one there longest makes room), and how long each may stay."""
 _BREATH_S = 0.005
 """The pause between two looks at the door, so that a crowd there does not take a processor from the coordinator."""
 _NO, _TOLD = b"no", 16
@@ -331,7 +331,8 @@ class _Hosts:
         code = ctypes.create_string_buffer(program)
         address = struct.pack("HL", len(program) // 8, ctypes.addressof(code))
         self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, address)
-        self._admitted = admitted  # only now: a host for which there is no room must not spoil the list for others
+        # Only now: a host for which there was no room must not stay in the list, or no other could be admitted.
+        self._admitted = admitted
 
 
 _LOAD, _KEEP, _TAKE, _IS, _SKIP, _RETURN = 0x20, 0x02, 0x60, 0x15, 0x05, 0x06
@@ -362,7 +363,7 @@ _Step = tuple[int, int, int, int]
 
 
 def _passes(addresses: list[tuple[int, ...]], index: int) -> list[_Step]:
-    """Return steps that end the program if the words from ``index`` on are one of ``addresses``, which are sorted.
+    """Return steps that let a packet pass if the words from ``index`` on are one of ``addresses``, which are sorted.
 
     Addresses that differ only in the last word take one step each.
     """

@@ -41,7 +41,7 @@ from odyssey_megatron.metrics.outlet import say
 _log = logging.getLogger(__name__)
 
 _ORPHANS_S = 2.0
-"""The time from SIGTERM to SIGKILL if the host of the job is gone. Nobody is left to help, so the job is to end soon."""
+"""The time from SIGTERM to SIGKILL if the job's host is gone. Nobody is left to help, so the job is to end soon."""
 _RUNNING = (
     "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey "
     "join' with the same arguments; for another job, use another --master-port."

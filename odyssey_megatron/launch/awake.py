@@ -1,22 +1,22 @@
-"""Who was itself not running cannot say that others are silent.
+"""Notice that this process itself was not running, so that it cannot say that others were silent.
 
-A process that is stopped, or whose host is suspended, finds on waking that everybody has been silent for long: nothing
-of that is known. It shows as a gap between two of its own looks.
+A process that was stopped, or whose host was suspended, finds on waking that everybody seems to have been silent for
+long. It knows nothing of that time, which shows as a gap between two of its own looks.
 """
 
 from __future__ import annotations
 
 
 class Awake:
-    """Since when the caller has looked without a gap. One who waits for signs of life gives time again after each."""
+    """Tells since when the caller has looked without a gap. Silence of others counts only from then on."""
 
     def __init__(self, limit_s: float):
-        """``limit_s``: how long a silence may last. Looks are to come several times in that time."""
+        """``limit_s``: how long a silence may last. The caller must look several times within it."""
         self._gap_s = limit_s / 2
         self._looked_s = self._since_s = -float("inf")
 
     def since_s(self, now_s: float) -> float:
-        """Silence counts from here on. Call it with each look."""
+        """Return the time from which silence counts. Call it with each look."""
         if now_s - self._looked_s > self._gap_s:
             self._since_s = now_s
         self._looked_s = now_s

@@ -1,4 +1,4 @@
-"""How ranks of one cell meet before any of them holds something, and keep to those whom they have met."""
+"""How new processes of one cell meet before any of them holds state, and stay with those that they have met."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ _LOOKS_EVERY_S = 0.1
 
 
 class Company:
-    """One rank's part. Each of the cell says in the store which process of it is here, and whom it has met."""
+    """One rank's part in the meeting of its cell.
+
+    Each rank of the cell says in the store which process (incarnation) of it is here, and which others it has met.
+    """
 
     def __init__(self, *, rank: int, incarnation: int, each: int = 1, control: Control, watch: Watch):
-        """``each``: places of a whole cell that this rank fills."""
+        """``each``: the number of places of a whole cell that this rank fills."""
         self._rank, self._incarnation, self._each = rank, incarnation, each
         self._own = f"{incarnation}/{each}".removesuffix("/1")
         self._control, self._watch = control, watch
 
     def meet(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Waits until new processes of all ``ranks``, the cell of this one, are here; their incarnations.
+        """Wait until new processes of all ``ranks``, the cell of this one, are here, and return their incarnations.
 
-        That may take as long as the job: until then this rank stands by.
-
-        A rank that its worker does without, as what is left of its cell trains, says that it is back.
+        That may take as long as the job: until then this rank stands by. If the rest of its cell already trains without
+        it, it tells the coordinator that it is back.
 
         Raises:
-            ControlPlaneLost: the store is gone.
-            JobStopped: the job ended first.
-            Fenced: the cell is to have another size, or its node was asked to leave.
+            ControlPlaneLost: The store is gone.
+            JobStopped: The job ended first.
+            Fenced: The cell is to have another size, or its node was asked to leave.
         """
         here = [keys.here_key(rank) for rank in ranks]
         self._control.put(keys.here_key(self._rank), self._own)
@@ -57,13 +59,16 @@ class Company:
             time.sleep(_LOOKS_EVERY_S)
 
     def _check_size(self, full: int) -> None:
-        """``full``: ranks of a whole cell. Raises Fenced where this one is to fill more of its places, or fewer."""
+        """Raise Fenced if this rank is to fill another number of places. ``full``: the number of ranks of a whole cell."""
         wanted = int(self._control.peek(keys.places_key(self._rank // full)) or 1)
         if self._each != (wanted if self._rank % full < full // wanted else 1):
             raise Fenced(f"the cell of rank {self._rank} is to have another size")
 
     def _leaving(self, ranks: Sequence[int], said: Sequence[str]) -> bool:
-        """Whether one of them has met others than these: it has lost one of its cell, and has yet to end of it."""
+        """Return whether one of ``ranks`` has met other processes than these.
+
+        Such a rank has lost another rank of its cell, and is about to end because of that.
+        """
         for rank, own in zip(ranks, said, strict=True):
             met = self._control.peek(keys.company_key(rank)) or ""
             if met.partition(":")[0] == own and met != _company(own, said):
@@ -71,22 +76,24 @@ class Company:
         return False
 
     def _keep(self, here: Sequence[str], said: Sequence[str]) -> bool:
-        """Says whom this rank has met, unless that is no longer who is here.
+        """Publish which processes this rank has met, and return whether these are still the ones that are here.
 
-        Looks again after it has said so: of two that do so at once, at least one sees what the other has said.
+        It checks that after publishing: if two ranks do so at once, at least one sees what the other has published.
         """
         if len(here) > 1:
             met = keys.company_key(self._rank)
             self._control.put(met, _company(self._own, said))
             if self._control.read(here) != said:
-                self._control.put(met, "")  # nobody is to wait for this one to end
+                self._control.put(met, "")  # so that nobody waits for this process to end
                 return False
             threading.Thread(target=self._look, args=(here, said), name="odyssey-cell", daemon=True).start()
         return True
 
     def _look(self, here: Sequence[str], said: Sequence[str]) -> None:
-        """Until this rank holds something the coordinator does not say that one of its cell has died. Whoever comes in
-        its place must meet a process that starts anew, too.
+        """End this process if another rank of its cell is replaced before this one holds state.
+
+        Until then the coordinator does not report deaths in the cell. The process that comes in the place of the dead
+        rank must meet processes that start anew, too.
         """
         while True:
             time.sleep(_LOOKS_EVERY_S)

@@ -314,7 +314,7 @@ class Coordinator:
             )
 
     def _say_what_comes_back(self, proposal: Proposal) -> None:
-        """Tell the agents, before any rank of a cell leaves, with how many ranks the cell is to come back."""
+        """Tell the agents, before any rank of a cell leaves, without which ranks the cell is to come back."""
         cluster = self._job.cluster
         known = dict(cluster.incarnations)
         for worker in proposal.leaving if cluster.cell_size > 1 else ():
