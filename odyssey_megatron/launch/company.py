@@ -59,7 +59,7 @@ class Company:
             time.sleep(_LOOKS_EVERY_S)
 
     def _check_size(self, full: int) -> None:
-        """Raise Fenced if this rank is to fill another number of places. ``full``: the number of ranks of a whole cell."""
+        """Raise Fenced if this rank is to fill another number of places. ``full``: the size of a whole cell."""
         wanted = int(self._control.peek(keys.places_key(self._rank // full)) or 1)
         if self._each != (wanted if self._rank % full < full // wanted else 1):
             raise Fenced(f"the cell of rank {self._rank} is to have another size")

@@ -1,4 +1,4 @@
-"""Which generation a rank enters next, of those that it hears of."""
+"""Decide which of the generations that a rank hears of it enters next."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _RETRY_AFTER_S, _LOOK_S = 0.5, 0.01
 
 
 class Part(enum.Enum):
-    """What a generation has for one process."""
+    """The part that one process has in a generation."""
 
     MEMBER = "member"
     WAITS = "waits"
-    """It holds nothing yet: a recovery goes on without it, and it is offered a place afterwards."""
+    """It holds no state yet. A recovery goes on without it, and it is offered a place afterwards."""
     LEFT = "left"
-    """It is out: declared dead, or its cell has lost a rank, or is to be whole again."""
+    """It is out: it was declared dead, or its cell has lost a rank, or its cell is to be whole again."""
     REPLACED = "replaced"
     """Another process has its rank by now."""
 
 
 def part_in(generation: Generation, rank: int, incarnation: int) -> Part:
-    """Of process number ``incarnation`` of ``rank``."""
+    """Return the part that process number ``incarnation`` of ``rank`` has in ``generation``."""
     if dict(generation.incarnations).get(rank, 0) != incarnation:
         return Part.REPLACED
     if rank in generation.members:
@@ -38,19 +38,22 @@ def part_in(generation: Generation, rank: int, incarnation: int) -> Part:
 
 
 def concerns(offered: Generation, rank: int, incarnation: int) -> bool:
-    """Whether this process prepares for an ``offered`` generation: also if its cell is to leave between two steps, and
-    comes back as a larger one. It has a say in when, like all.
+    """Return whether this process prepares for an ``offered`` generation.
+
+    It does so also if its cell is to leave between two steps, to come back as a larger one: like all others it has a
+    say in when the generation begins.
     """
     return part_in(offered, rank, incarnation) in (Part.MEMBER, Part.LEFT)
 
 
 class Entering:
-    """Of one process.
+    """How one process waits for generations, and enters them.
 
     Args:
-        ask_retry: asks for a generation after one, and says why.
-        fenced: hears of the generation that goes on without this rank, or of the end, and why.
-        first_within_s, next_within_s: how long the first generation, and each after it, is waited for.
+        ask_retry: Asks for a generation after the given one, and says why.
+        fenced: Called with the number of a generation that goes on without this rank, or of the end, and why.
+        first_within_s: How long to wait for the first generation.
+        next_within_s: How long to wait for each later one.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class Entering:
         raise self._left_behind(message.number, message.why, message.dead)
 
     def await_newer(self, after: int, why: str, timeout_s: float | None = None) -> None:
-        """Until there is a generation after ``after``; unless that is the first, it is asked for. Raises
-        ControlPlaneLost if none comes in time.
+        """Wait for a generation after ``after``, and ask for one if none comes soon (but never for the first one).
+
+        Raises ControlPlaneLost if none comes in time.
         """
         timeout_s = self._next_within_s if timeout_s is None else timeout_s
         ends_s = time.monotonic() + timeout_s
@@ -104,23 +108,28 @@ class Entering:
             raise ControlPlaneLost(f"no generation after {after} within {timeout_s:.1f} s")
 
     def let_in(self, generation: Generation) -> None:
-        """This rank is in an offered generation, with which it has not come: who has may count on the others now."""
+        """Say that this rank, which has trained before, is in an offered generation.
+
+        The lowest such rank sets the key for which ranks that join wait (:meth:`await_others`).
+        """
         if self._rank == min({*generation.members} - {*generation.fresh}):
             self._control.put(keys.entered_key(generation.number), "")
 
     def await_others(self, number: int) -> None:
-        """For who comes with offered generation ``number``: until the others are in it, too. They finish a step, an
-        evaluation and a checkpoint perhaps, which may take longer than anything that groups wait for.
+        """Wait until the others are in offered generation ``number``. For a rank that joins with it.
+
+        The others first finish a step, perhaps an evaluation and a checkpoint, which may take longer than operations of
+        groups may.
 
         Raises:
-            Superseded: it has come to nothing.
+            Superseded: The generation was given up.
         """
         while not self._control.has([keys.entered_key(number)]):
             if self._watch.await_end(number, _LOOK_S):
                 raise Superseded(f"generation {number} has ended")
 
     def _offered_after(self, seen: int) -> Generation:
-        """Waits to be offered a place, for as long as it takes."""
+        """Wait to be offered a place, for as long as it takes, and return the generation that offers it."""
         while True:
             seen, text, is_offer = self._watch.await_any(seen)
             message = generations.read(text, self._rank, self._control)
