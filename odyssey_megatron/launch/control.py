@@ -122,7 +122,7 @@ def company_key(rank: int) -> str:
 
 
 def places_key(worker: int) -> str:
-    """Return the key at which an agent says how many places of a whole cell each process fills that joins ``worker``."""
+    """Return the key at which an agent says how many places of a whole cell each process of ``worker`` is to fill."""
     return f"places/{worker}"
 
 
@@ -230,7 +230,7 @@ class Control:
         return cls(store, token, writer=writer, incarnation=incarnation)
 
     def same_token(self) -> bool:
-        """Return whether this token is that of the first process that asked. Holders of another see none of its keys."""
+        """Return whether this token is that of the first process that asked. Others see none of that one's keys."""
         with _lost():
             known = self._base.compare_set("odyssey/token", "", self._fingerprint)
             if known != self._fingerprint.encode():

@@ -1,9 +1,10 @@
-"""Before anybody's device ends what is under way, all who go on know that nothing of it counts any more.
+"""Make sure that all ranks that go on know of a generation's end before any device aborts what is under way.
 
-An aborted kernel of NCCL's does not stop: it runs through, and tells the other side of each message that this is there
-(``waitPeer`` and ``postPeer`` of NCCL 2.29's ``src/device/prims_simple.h``; over NVLink what they write is the
-receiver's own counter). Whoever has not heard of the failure yet would take what lies in its buffer for a message, and
-nothing would ever show it. So words fall first (``execute/ledger.py``), everywhere, and then devices are freed.
+An aborted NCCL kernel does not stop: it runs through, and tells the other side of each message that the message is
+there (``waitPeer`` and ``postPeer`` of NCCL 2.29's ``src/device/prims_simple.h``; over NVLink they write to the
+receiver's own counter). A rank that has not heard of the failure yet would take the contents of its buffer for a
+message, and nothing would ever show it. So the words (``execute/ledger.py``) fall first, on all ranks, and then devices
+are freed.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from odyssey_megatron.plan.generation import Finished, Stop
 from odyssey_megatron.plan.runs import from_runs
 
 PATIENCE_S = 1.0
-"""So long one who goes on may take to hear of a generation. Behind that the step is done again instead."""
+"""How long a rank that goes on may take to hear of a generation. After that the step is done again instead."""
 
 
 def fallen_everywhere(rank: int, number: int, text: str, control: Control) -> bool:
-    """Says that the words of ``rank`` have fallen, as generation ``number`` has come, and waits for the others'.
+    """Say that the words of ``rank`` have fallen, as generation ``number`` has come, and wait for those of others.
 
     Args:
-        text: the generation's head.
-        control: the caller's thread's.
+        text: The generation's head.
+        control: The connection of the calling thread.
 
     Returns:
-        Whether they have fallen on all who go on; also where the job ends, and nobody does.
+        Whether the words have fallen on all ranks that go on. True also if the job ends, and no rank goes on.
     """
     head: wire.Head | Stop | Finished = from_jsonable(wire.Head | Stop | Finished, parsed(text))
     if not isinstance(head, wire.Head):

@@ -1,4 +1,4 @@
-"""Generations in the store: the coordinator sends them whole, a rank reads the head and its own part of the plan."""
+"""Generations in the store: the coordinator sends whole ones, and a rank reads the head and its part of the plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from odyssey_megatron.plan.layout import Layout
 
 
 def send(message: Message, cell_size: int, control: Control) -> None:
-    """A generation with its whole plan. The parts first: whoever reads the head finds his own."""
+    """Put ``message`` into the store; a generation with its whole plan.
+
+    The parts come first, so that a rank that reads the head finds its own part.
+    """
     if not isinstance(message, Generation):
         return control.put(keys.generation_key(message.number), to_json(message))
     number, sent = message.number, wire.to_wire(message, cell_size)
@@ -25,8 +28,9 @@ def send(message: Message, cell_size: int, control: Control) -> None:
 
 
 def read(text: str, rank: int, control: Control) -> Message | None:
-    """What the head ``text`` says, with what concerns the worker of ``rank``; None if it is gone, since all members of
-    a later generation have entered that, so that ``rank`` is none of them.
+    """Return the message with the head ``text``, and with the part that concerns the worker of ``rank``.
+
+    None if that part is deleted: all members of a later generation have entered that one, so ``rank`` is none of them.
     """
     head: wire.Head | Stop | Finished = from_jsonable(wire.Head | Stop | Finished, parsed(text))
     if not isinstance(head, wire.Head):
@@ -45,10 +49,10 @@ def read(text: str, rank: int, control: Control) -> Message | None:
 
 
 def with_all_routes(control: Control, number: int, layout: Layout) -> Layout:
-    """``layout`` of generation ``number`` with the ways that all microbatches go.
+    """Return ``layout``, which is that of generation ``number``, with the routes of all microbatches.
 
     Raises:
-        Superseded: that generation is gone.
+        Superseded: That generation is deleted.
     """
     routes = control.peek(keys.routes_key(number))
     if routes is None:
