@@ -63,10 +63,7 @@ class Moving:
         Args:
             transfers: Those from and to this worker, in an order that the workers at the other ends share.
             world: The group of all members.
-            ways: Returns the ways of a transfer's parts, from the transfer and its number among those from its source
-                to its target.
-            tensors_to_send: Returns the tensors to send.
-            tensors_to_fill: Returns the tensors into which to receive.
+            ways: Returns the ways of a transfer's parts, given its number among those of its source and target, too.
             filled: Called with a layer, a part, a span of it, and its tensors, once these have come.
             checkpoint: Called between layers. It may raise to end the transfers.
 
