@@ -1,10 +1,10 @@
 """How the agents of several nodes meet: a door that asks for the job's secret, and a store behind it.
 
-torch's store has no authentication: who reaches it can fill it, empty it, or play back what he has recorded. So it
-listens on one address, and the kernel drops whatever comes from a host that has not been admitted, before there is a
-connection. A host is admitted by an agent that shows at the door that it knows the secret, without sending it. What it
-learns there is where the store is, and the session: a number that is drawn for each job, with which everything is
-sealed, so that what was recorded in one job is worth nothing in another.
+torch's store has no authentication: whoever reaches it can fill it, empty it, or play back what he has recorded. So it
+listens on one address, and the kernel drops all packets from hosts that are not admitted, before there is a connection.
+A host is admitted when its agent proves at the door that it knows the secret, without sending it. There the agent
+learns the port of the store, and the session: a random number for each job, with which everything is sealed, so that
+what was recorded in one job is worth nothing in another.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ _SAYS_AFTER_S = 5.0
 """Of waiting, that somebody does: others may start a little later."""
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _ASKED_AT_ONCE, _ASKED_FOR_S = 256, 2.0
-"""Strangers at the door: so many at most, the longest there makes room; and so long each."""
+"""The largest number of strangers at the door (the one there longest makes room), and how long each may stay."""
 _BREATH_S = 0.005
-"""Between two looks at who is at the door, so that no crowd takes a processor from the coordinator."""
+"""The pause between two looks at the door, so that a crowd there does not take a processor from the coordinator."""
 _NO, _TOLD = b"no", 16
-"""The answer to another token; how many hosts with one, or for which there is no room, are named."""
+"""The answer to another token, and the largest number of refused hosts that the user is told of."""
 _NO_ROOM = (
     "[odyssey] the node at {host} cannot be let in: the kernel has no room for a longer list of hosts ({error}). Here, "
     "where the job's nodes meet, 'sysctl -w net.core.optmem_max=1048576' makes some."
@@ -84,7 +84,7 @@ _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What the command line says about where to meet."""
+    """Where and how nodes meet, as the command line says it."""
 
     host: str
     port: int
@@ -92,23 +92,23 @@ class Meeting:
     nodes: int
     token: str
     bind: str
-    """The address to listen on; "": that of ``host``."""
+    """The address to listen on. "": that of ``host``."""
     lease_s: float
     hosts: bool
-    """Whether door and store are here: with the first node, or in ``odyssey host``."""
+    """Whether door and store are in this process: the first node's agent, or ``odyssey host``."""
     is_apart: bool = False
-    """Whether the job has an ``odyssey host``, so that all nodes knock."""
+    """Whether the job has an ``odyssey host``, so that all nodes knock at its door."""
 
 
 class Admission(RendezvousHandler):
-    """torch elastic's rendezvous. Who hosts the job has door and store; the others knock."""
+    """torch elastic's rendezvous. The process that hosts the job has the door and the store; the others knock."""
 
     def __init__(self, meeting: Meeting):
         self._meeting = meeting
         self._store: Any = None
         self._address: RendezvousStoreInfo | None = None
         self.token = ""
-        """Of the session, once there is one."""
+        """The secret of the session, once there is one."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         meeting = self._meeting
@@ -193,7 +193,7 @@ class Admission(RendezvousHandler):
 
 
 def register(meeting: Meeting) -> None:
-    """Makes ``--rdzv-backend odyssey-nodes`` known to torch."""
+    """Make ``--rdzv-backend odyssey-nodes`` known to torch."""
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         return Admission(meeting)
@@ -202,10 +202,10 @@ def register(meeting: Meeting) -> None:
 
 
 def hosted_store(host: str, port: int, bind: str = "", **options: Any) -> dist.TCPStore:
-    """A store of torch's, hosted here, that listens on one address only: ``bind``, or that of ``host``.
+    """Return a store of torch's, hosted here, that listens on one address only: ``bind``, or else that of ``host``.
 
     Raises:
-        DistNetworkError: that address or port cannot be had.
+        DistNetworkError: The address or port is not available.
     """
     try:
         listener = _listen(*_resolve(bind or host), port)
@@ -215,7 +215,7 @@ def hosted_store(host: str, port: int, bind: str = "", **options: Any) -> dist.T
 
 
 def bind_c10d(bind: str) -> None:
-    """From now on the store of torch's own rendezvous, ``--rdzv-backend c10d``, listens on one address, too."""
+    """Make the store of torch's own rendezvous, ``--rdzv-backend c10d``, listen on one address only, too."""
 
     def store(host: str, port: int, *, is_master: bool, **options: Any) -> dist.TCPStore:
         if is_master:
@@ -226,18 +226,18 @@ def bind_c10d(bind: str) -> None:
 
 
 def session_token(token: str, session: str) -> str:
-    """The secret of one job among those with ``token``."""
+    """Return the secret of one job, the one with ``session``, among the jobs with ``token``."""
     return hmac.new(token.encode(), f"odyssey session {session}".encode(), hashlib.sha256).hexdigest()
 
 
 def ask(host: str, port: int, token: str) -> dict[str, Any]:
-    """What the door tells those who know the token.
+    """Return what the door tells those who know the token.
 
-    Both sides draw a number that the other one's proof must cover: nothing of it can be played back to either.
+    Each side draws a random number that the other side's proof must cover, so that no recording convinces either.
 
     Raises:
-        ConfigError: the tokens differ.
-        OSError: nobody answers, or not as a door would.
+        ConfigError: The tokens differ.
+        OSError: Nobody answers, or the answer is not that of this job's door.
     """
     with socket.create_connection((host, port), timeout=_ASKED_FOR_S) as line:
         theirs, ours = _receive(line, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
@@ -254,7 +254,7 @@ def ask(host: str, port: int, token: str) -> dict[str, Any]:
 
 
 class _Doorkeeper:
-    """Asks everybody at the door for the proof; tells who has it ``secret``, and admits his host."""
+    """Asks everybody at the door for a proof. Whoever gives it is told ``secret``, and his host is admitted."""
 
     def __init__(self, door: socket.socket, token: str, secret: dict[str, Any], admit: Any):
         self._door, self._token, self._admit = door, token, admit
@@ -296,7 +296,7 @@ class _Doorkeeper:
 
     def _hear(self, line: socket.socket) -> None:
         if line not in self._asked:
-            return  # it made room a moment ago
+            return  # it was sent away a moment ago to make room
         since_s, ours, heard = self._asked[line]
         part = line.recv(_NONCE_BYTES + _PROOF_BYTES - len(heard))
         heard += part
@@ -332,36 +332,37 @@ class _Doorkeeper:
 
 
 class _Hosts:
-    """The hosts whose packets reach a listening socket; the kernel drops those of others."""
+    """The hosts whose packets reach a listening socket. The kernel drops packets from all others."""
 
     def __init__(self, listener: socket.socket, family: int):
         self._listener, self._family = listener.dup(), family
         self._admitted: set[str] = set()
 
     def admit(self, addresses: Iterable[str]) -> None:
-        """Also those, from now on."""
+        """Let packets from ``addresses`` pass, too. Raises OSError if the kernel has no room for the longer list."""
         admitted = self._admitted | set(addresses)
         program = _only_from(sorted(admitted), self._family)
         code = ctypes.create_string_buffer(program)
         address = struct.pack("HL", len(program) // 8, ctypes.addressof(code))
         self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, address)
-        self._admitted = admitted  # not those for which there is no room: others may come again
+        # Only now: a host for which there was no room must not stay in the list, or no other could be admitted.
+        self._admitted = admitted
 
 
 _LOAD, _KEEP, _TAKE, _IS, _SKIP, _RETURN = 0x20, 0x02, 0x60, 0x15, 0x05, 0x06
 """BPF_LD|W|ABS, BPF_ST, BPF_LD|MEM, BPF_JMP|JEQ|K, BPF_JMP|JA, BPF_RET|K."""
 _PACKET = 0xFFF00000
-"""SKF_NET_OFF: where its header begins."""
+"""SKF_NET_OFF: the offset at which a packet's network header begins."""
 _FAR = 255
-"""So many steps a comparison can skip at most."""
+"""The largest number of steps that a comparison can skip."""
 
 
 def _only_from(addresses: list[str], family: int) -> bytes:
-    """A classic BPF program that lets packets from these source addresses pass.
+    """Return a classic BPF program that lets packets from these source addresses pass.
 
-    How long it may be is the kernel's to say (net.core.optmem_max): until Linux 6.6 about 1200 of these steps.
+    The kernel limits its length (net.core.optmem_max): until Linux 6.6 to about 1200 of these steps.
     """
-    # Words of an address, and where the source is.
+    # The number of 32-bit words in an address, and the offset of the source address in the header.
     count, offset = (1, 12) if family == socket.AF_INET else (4, 8)
     words = [struct.unpack(f"!{count}I", socket.inet_pton(family, address)) for address in addresses]
     steps = list[_Step]()
@@ -372,12 +373,13 @@ def _only_from(addresses: list[str], family: int) -> bytes:
 
 
 _Step = tuple[int, int, int, int]
-"""(What, steps to skip if so, if not, value)."""
+"""(operation, steps to skip if a comparison holds, steps to skip if not, value)."""
 
 
 def _passes(addresses: list[tuple[int, ...]], index: int) -> list[_Step]:
-    """Ends the program where the words from ``index`` on are one of ``addresses``, which are sorted. One step for each
-    of those that differ in the last word only.
+    """Return steps that let a packet pass if the words from ``index`` on are one of ``addresses``, which are sorted.
+
+    Addresses that differ only in the last word take one step each.
     """
     steps: list[_Step] = [(_TAKE, 0, 0, index)]
     if len(addresses[0]) == 1:
@@ -407,7 +409,7 @@ def _receive(line: socket.socket, size: int) -> bytes:
 
 
 def _resolve(host: str) -> tuple[int, str]:
-    """(address family, address) of a name."""
+    """Return (address family, address) of a host's name."""
     family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     return family, str(address[0])
 

@@ -74,7 +74,7 @@ _SEEN_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What ``odyssey run`` hands to its agent."""
+    """The settings that ``odyssey run`` hands to its agent."""
 
     config: OdysseyConfig
     token: str
@@ -134,7 +134,7 @@ class OdysseyAgent(LocalElasticAgent):
             self._hosting.name_job(control)
         os.environ["ODYSSEY_JOB"] = _name_of_job(control)
         if running:
-            # Before anything is written or started in its name.
+            # Checked before anything is written or started in the node's name.
             if beats(control, node, config.node_lease_s):
                 raise ConfigError(_ALIVE.format(node=node))
             ranks = [worker.global_rank for worker in worker_group.workers]
@@ -169,7 +169,7 @@ class OdysseyAgent(LocalElasticAgent):
             if self._hosting is not None:
                 self._hosting.close()
         if code:
-            # Not a failed RunResult: torch would raise and print an error of its own for a verdict of ours.
+            # Not a failed RunResult, as torch would raise and print an error of its own for our verdict.
             raise SystemExit(code)
         group.state = WorkerState.SUCCEEDED
         return RunResult(

@@ -1,8 +1,8 @@
-"""An error that ranks have alike is no failure of hardware: going on without them would only let the others meet it.
+"""Recognise an error that several ranks have alike: no hardware failed, so the others would meet it, too.
 
-A rank that ends by an exception of its own says so before it does, by the kind of error and the line that raised it,
-and waits a moment for another one. On a job of several nodes it must be on another node: what the ranks of one have
-alike may be the node's failure.
+Before a rank ends by an exception of its own it publishes the kind of the error and the line that raised it, and waits
+a moment for another rank with the same. In a job of several nodes that rank must be on another node, as an error that
+only ranks of one node share may be the node's failure.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 
 _PLACE = (("GROUP_RANK", "0"), ("GROUP_WORLD_SIZE", "1"))
-"""torch elastic's names for the node and how many there are."""
+"""torch elastic's variables for the node's number and the number of nodes, with defaults."""
 _WAIT_S = 0.5
 _WITHIN_S = 60.0
-"""Two errors that are further apart are two failures; a recovery and the step that it repeats lie well within.
-Each rank tells by its own clock: since the end of the generation in which the first one was raised."""
+"""Errors that are further apart than this are separate failures. A recovery and the step that it repeats take much
+less. Each rank measures by its own clock, from the end of the generation in which the first error was raised.
+"""
 _REMEMBERED = 64
-"""Generations: more than can begin within that time, one failure after another."""
+"""The number of generations remembered: more than can begin within that time, one failure after another."""
 _OF_DEVICES = ("CUDA", "NCCL", "cuDNN", "cuBLAS", "out of memory")
 
 
 class History:
-    """Since when this rank has known of the last generations, by its own clock."""
+    """When this rank learned of each of the last generations, by its own clock."""
 
     def __init__(self) -> None:
         self._known: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
@@ -41,7 +42,10 @@ class History:
         self._known.append((generation, time.monotonic()))
 
     def ended_s(self, generation: int) -> float:
-        """For how long ``generation`` has been over: 0.0 while it lasts, infinite if it was before this rank's time."""
+        """Return for how long ``generation`` has been over.
+
+        0.0 while it lasts, infinite if it was before this rank's time.
+        """
         if not any(known <= generation for known, _ in self._known):
             return math.inf
         ended = [at_s for known, at_s in self._known if known > generation]
@@ -49,7 +53,7 @@ class History:
 
 
 def signature(error: Exception) -> str:
-    """Equal for errors of one kind from one line; "" for those that devices and connections raise."""
+    """Return a text that is equal for errors of one kind from one line. "" for errors of devices and connections."""
     if isinstance(error, dist.DistError) or any(one in str(error) for one in _OF_DEVICES):
         return ""
     frames = traceback.extract_tb(error.__traceback__)
@@ -67,11 +71,11 @@ def is_shared(
     generation: int,
     history: History,
 ) -> bool:
-    """Whether another rank fails like this. Takes a moment if none does.
+    """Return whether another rank fails with the same error. Takes a moment if none does.
 
     Args:
-        generation: in which ``error`` was raised.
-        history: of this rank.
+        generation: The number of the generation in which ``error`` was raised.
+        history: That of this rank.
     """
     if not (name := signature(error)):
         return False
@@ -97,8 +101,9 @@ def is_shared(
 def end_if_shared(
     control: Control, error: Exception, *, rank: int, generation: int, history: History
 ) -> None:
-    """Does not return if others fail like this, too: no hardware has. The launcher then prints one traceback, and ends
-    the job. Arguments as of :func:`is_shared`.
+    """End this process with ``EXIT_ALIKE`` if other ranks fail with the same error, as no hardware has failed then.
+
+    The launcher prints one traceback and ends the job. For the arguments see :func:`is_shared`.
     """
     node, nodes = (int(os.environ.get(name, default)) for name, default in _PLACE)
     if is_shared(control, error, rank=rank, node=node, nodes=nodes, generation=generation, history=history):

@@ -1,8 +1,9 @@
-"""Cells that go on without slow ranks of theirs, and when they are whole again.
+"""Decide when cells that go on without some slow ranks are made whole again.
 
-Whether a GPU that has nothing to do would be as fast as others again nobody can tell: many are slow only while they are
-hot. So a cell is made whole to see, by the rule that it was made smaller by (``policy/replacing.py``): once going on so
-has cost twice as much training as leaving and coming back does, and twice that each time its ranks were slow again.
+Nobody can tell whether an idle GPU would be as fast as others again: many are slow only while they are hot. So a cell
+is made whole to find out, by the rule by which it was made smaller (``policy/replacing.py``): once going on without the
+ranks has cost twice as much training as leaving and coming back does, and twice that again each time they were slow
+again.
 """
 
 from __future__ import annotations
@@ -24,40 +25,46 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Without:
-    """Of one cell."""
+    """The account of one cell that goes on without slow ranks."""
 
     ranks: tuple[int, ...]
-    """That were slow."""
+    """The ranks that were slow."""
     looked_s: float
+    """The time up to which ``cost_s`` is counted."""
     cost_s: float = 0.0
-    """Of training, that going without them has cost."""
+    """The time of training that going without the ranks has cost so far."""
     lost: tuple[Plan | None, float] = (None, 0.0)
-    """The plan, and the share of the training that this costs with it."""
+    """(A plan, the share of training that going without the ranks costs under that plan)."""
     price_s: tuple[Plan | None, float] = (None, math.inf)
-    """The plan, and what it would cost to be whole."""
+    """(A plan, the time of training that making the cell whole would cost under that plan)."""
 
 
 @dataclass(slots=True)
 class Aside:
-    """Keeps account of what each such cell costs. One that comes back whole for another reason, as a new node, is known
-    no more.
+    """Keeps account of what each cell without its slow ranks costs.
+
+    A cell that comes back whole for another reason, such as a new node, is forgotten.
     """
 
     planner: Planner
     _cells: dict[int, _Without] = field(default_factory=dict)
     _times: dict[int, int] = field(default_factory=dict)
-    """Worker -> how often it has gone on without some."""
+    """Worker -> the number of times that it has gone on without some of its ranks."""
 
     def note(self, worker: int, ranks: tuple[int, ...], now_s: float) -> None:
-        """``worker`` is to leave, and to come back without these."""
+        """Note that ``worker`` is to leave, and to come back without ``ranks``."""
         self._cells[worker] = _Without(ranks, now_s)
         self._times[worker] = self._times.get(worker, 0) + 1
 
     def may_be_whole(
         self, state: ClusterState, live: Plan, now_s: float, has_settled: Callable[[], bool] = lambda: True
     ) -> tuple[frozenset[int], str]:
-        """Of the smaller cells that can be whole (``ClusterState.can_be_whole``) those that are to be, and why. Call it
-        where nothing is on offer. ``has_settled``: whether the job is to go on with ``live``, and is not on its way.
+        """Return which of the smaller cells that can be whole (``ClusterState.can_be_whole``) are to be, and why.
+
+        Call it when nothing is on offer.
+
+        Args:
+            has_settled: Says whether the job is to stay with ``live``, rather than being on its way to another plan.
         """
         self._forget_whole(state)
         why, kept = list[str](), set[int]()
@@ -91,7 +98,7 @@ class Aside:
         now_s: float,
         has_settled: Callable[[], bool],
     ) -> None:
-        """What has been lost since the last look."""
+        """Add what ``cell`` has cost since the last look."""
         since_s, cell.looked_s = min(now_s - cell.looked_s, LONGEST_S), now_s
         if worker not in state.alive or worker in state.fresh or not has_settled():
             return
@@ -105,7 +112,7 @@ class Aside:
         cell.cost_s += cell.lost[1] * since_s
 
     def _price_s(self, worker: int, cell: _Without, state: ClusterState, live: Plan, now_s: float) -> float:
-        """Of being whole; infinite where nobody can be without the cell meanwhile."""
+        """Return what making the cell whole costs. Infinite if the others cannot do without the cell meanwhile."""
         if cell.price_s[0] is not live:
             try:
                 found = self.planner.without_slow(state, live, [worker], now_s, [*self._cells])

@@ -1,4 +1,4 @@
-"""What signals to an agent mean for its job."""
+"""Decide what a signal to an agent means for its job."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ from odyssey_megatron.metrics.outlet import say
 
 
 class Ranks(Protocol):
-    """The ranks of the agent's node."""
+    """The part of the ranks of the agent's node that is needed here."""
 
     signals: Received
 
     @property
     def listen(self) -> bool:
-        """Whether any has joined the job: else nobody reads what is asked of it."""
+        """Whether any rank has joined the job. Otherwise nobody reads what the ranks are asked."""
         ...
 
     def ask(self, what: Ask) -> None: ...
 
     def give_up(self) -> None:
-        """They are to be killed: the coordinator hears of it, and does not wait for the end of this node's lease."""
+        """Report the ranks as dead, as they are to be killed. So nobody waits for the end of this node's lease."""
         ...
 
 
 class Asking:
-    """The first signal asks, in the way ``how``; the next one ends the job, or where this node was to leave its part in
-    that: batch systems that take a node away send two.
+    """Turns signals into requests to the ranks.
 
-    Where no rank of this node listens (none is left, or they are about to join), those of other nodes are asked to end.
+    The first signal asks for what ``how`` says. The second one ends the job at once; or, if only this node was to
+    leave, it ends this node's part in the job, as batch systems that take a node away send two signals.
+
+    If no rank of this node listens (none is left, or they are about to join), the ranks of other nodes are asked to
+    end.
 
     Args:
-        who: has got the signal.
-        hosts: and hosts the job, so that it stays when its ranks leave.
-        others: nodes that are to hear of an end, besides the one where the job is hosted.
-        ends: whether somebody has been asked to end the job whose own ranks do not listen.
+        how: ``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``.
+        who: The process that gets the signals, as shown to the user.
+        hosts: Whether that process also hosts the job, so that it stays when its ranks leave.
+        others: Nodes that are to hear of an end, besides the one where the job is hosted.
+        ends: Says whether an agent whose own ranks do not listen has been asked to end the job.
     """
 
     def __init__(
@@ -59,7 +63,9 @@ class Asking:
         self._how, self._journal, self._who, self._hosts, self._others = how, journal, who, hosts, others
         self._ends = ends
         self._asked, self._told = Ask.NOTHING, False
-        """What the ranks were asked for; whether a signal has come here. One may come after an end was heard of."""
+        """What the ranks were asked for, and whether a signal has come here. The ranks may be asked without a signal
+        here, when the end was requested elsewhere.
+        """
 
     def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
         for number in ranks.signals.take():
@@ -87,7 +93,7 @@ class Asking:
             say(f"[odyssey] {number.name}: {what} behind the step at hand. A second signal {second} at once.")
             ranks.ask(self._asked)
             if self._asked == Ask.END:
-                control.put(keys.END, "")  # those of this node may only stand by
+                control.put(keys.END, "")  # the ranks of this node may only be standing by, and not listen
         if self._asked == Ask.NOTHING and self._ends():
             self._asked = Ask.END
             ranks.ask(Ask.END)

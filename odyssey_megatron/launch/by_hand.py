@@ -1,4 +1,4 @@
-"""``odyssey inject``: what happens to a rank of a running job, done to it from another shell."""
+"""``odyssey inject``: send a signal to a rank of a running job, or slow it down, from another shell."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from odyssey_megatron.inputs import Between, Parser
 from odyssey_megatron.metrics.journal import clock, read_journal
 
 _PERIOD_S = 0.05
-"""In which a process runs once and stands still once: short beside a step, and beside what makes a rank seem to hang.
+"""The period in which a slowed process runs once and stands still once. It is short compared with a step, and with the
+time after which a rank seems to hang.
 """
 _LEAST_S = 0.002
-"""That it runs at a time: for less, waking up is most of it."""
+"""The least time that a slowed process runs at once. If it were shorter, most of it would be spent on waking up."""
 
 
 def main(argv: list[str]) -> int:
@@ -65,7 +66,7 @@ def _reached(rank: int, pid: int) -> Iterator[None]:
 
 
 def _pid_of(args: Namespace) -> int:
-    """Raises ConfigError where the rank does not run on this machine."""
+    """Return the process id of the rank. Raises ConfigError if the rank does not run on this machine."""
     started = [
         event
         for event in read_journal(args.run_dir)
@@ -78,14 +79,14 @@ def _pid_of(args: Namespace) -> int:
         )
     pid = int(started[-1]["pid"])
     elsewhere = started[-1].get("clock", clock()) != clock()
-    # Ended, and the pid perhaps given to another process; or one of another host, where the pid is another process's.
+    # Either the rank has ended, and its pid may belong to another process by now; or it runs on another host.
     if elsewhere or _started_s(pid) > started[-1]["t_s"] + 0.1:
         raise ConfigError(f"rank {args.rank} of {args.run_dir} (pid {pid}) is not running on this machine.")
     return pid
 
 
 def _started_s(pid: int) -> float:
-    """When process ``pid`` started, on the monotonic clock; infinity if there is none."""
+    """Return when process ``pid`` started, on the monotonic clock. Infinite if there is none."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -95,7 +96,7 @@ def _started_s(pid: int) -> float:
 
 
 def _hold_back(pid: int, slow: float, for_s: float) -> None:
-    """Until it ends, or ``for_s`` have passed, or this process is told to end."""
+    """Slow process ``pid`` down until it ends, or ``for_s`` have passed, or this process is told to end."""
     runs_s = max(_LEAST_S, _PERIOD_S / slow)
     waits_s, ends_s = runs_s * (slow - 1), time.monotonic() + for_s
 
@@ -103,7 +104,7 @@ def _hold_back(pid: int, slow: float, for_s: float) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, end)
-    process = os.pidfd_open(pid)  # never another one that is given its number
+    process = os.pidfd_open(pid)  # unlike the pid it never means a later process
     try:
         with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
             while time.monotonic() < ends_s:

@@ -34,9 +34,9 @@ class Company:
         rank, it reports that it is back.
 
         Raises:
-            ControlPlaneLost: the store is gone.
-            JobStopped: the job ended first.
-            Fenced: the cell is to have another size, or its node was asked to leave.
+            ControlPlaneLost: The store is gone.
+            JobStopped: The job ended first.
+            Fenced: The cell is to have another size, or its node was asked to leave.
         """
         here = [keys.here_key(rank) for rank in ranks]
         self._control.put(keys.here_key(self._rank), self._own)

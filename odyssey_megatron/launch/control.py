@@ -1,8 +1,9 @@
-"""The wire of the control plane: one store, keys under the job's prefix, values sealed with its token.
+"""The wire of the control plane: one store, keys under the job's prefix, values sealed with the job's token.
 
-The store is torch's ``TCPStore``; it has no authentication of its own. Every value therefore carries a keyed
-digest over (key, stamp, text): what was not written by a holder of the job's token is refused. The stamp says who wrote
-it and when in his own count, so that what was recorded and is played back is known to be old. Nothing is unpickled.
+The store is torch's ``TCPStore``, which has no authentication of its own. Every value therefore carries a keyed
+digest over (key, stamp, text): values not written by a holder of the job's token are refused. The stamp names the
+writer and counts his values, so that a value that was recorded and is played back is known to be old. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ EVENTS = "events"
 """Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
 JOB = "job"
 JOB_NAME = "name"
-"""A number that the job's host has drawn: what is on every line of this job's journals."""
+"""A random number that the job's host has drawn. It is on every line of this job's journals."""
 REFUSED = "refused"
-"""The first rank's one-paragraph ConfigError."""
+"""The text of the first error for which no hardware is to blame: a ConfigError, or an error that ranks have alike."""
 FORGOTTEN = "forgotten"
-"""The oldest generation that is not deleted."""
+"""The number of the oldest generation that is not deleted."""
 END = "end"
-"""Set where somebody was asked to end the job, whose own ranks may not listen: all agents ask theirs."""
+"""Set by an agent that was asked to end the job, as its own ranks may not listen. All agents then ask theirs."""
 VERDICT = "verdict"
 """Exit code of the job, and why: the coordinator's last word to the agents."""
 
 _DIGEST_CHARS = 32
 _NOTHING = "?"
-"""What is never sealed."""
+"""A value that is never sealed, and so never stored: it stands for a missing key."""
 _IDLE_TIMEOUT = timedelta(days=365)
 _BATCH_BYTES = 2**15
-"""About so much is set in one message. The store's server reads a message from its start again whenever more of it has
-come, so that one of 24 MB takes 24 s, and the same in parts of up to 100 KB 0.2 s (measured with torch 2.13, libuv).
+"""The approximate size of one message that sets several keys. The store's server reads a message again from its start
+whenever more of it has come, so 24 MB take 24 s in one message, and 0.2 s in parts of up to 100 KB (measured with torch
+2.13, libuv).
 """
 
 
@@ -55,12 +57,12 @@ def generation_key(number: int) -> str:
 
 
 def part_key(number: int, worker: int) -> str:
-    """What concerns one worker in that generation (``plan/wire.py``)."""
+    """Return the key of the part of a generation that concerns one worker (``plan/wire.py``)."""
     return f"{generation_key(number)}/part/{worker}"
 
 
 def template_key(number: int, template: int) -> str:
-    """Programs of equal pipelines."""
+    """Return the key of a template: programs that equal pipelines share."""
     return f"{generation_key(number)}/template/{template}"
 
 
@@ -69,14 +71,15 @@ def routes_key(number: int) -> str:
 
 
 def fallen_key(number: int, *, count: bool = False) -> str:
-    """Where those who go on in generation ``number`` say that no words stand any more (``falling.py``); ``count``: how
-    many of them have said so.
+    """Return the key that is set once the words of all who go on in generation ``number`` have fallen (``falling.py``).
+
+    With ``count`` it is the key of the counter of those who have said so.
     """
     return f"{generation_key(number)}/fallen" + "/count" * count
 
 
 def entered_key(number: int) -> str:
-    """Where those who have trained so far say that they are in offered generation ``number``."""
+    """Return the key that is set once the ranks that have trained so far are in offered generation ``number``."""
     return f"{generation_key(number)}/entered"
 
 
@@ -85,7 +88,10 @@ def digest_key(rank: int) -> str:
 
 
 def met_key(rank: int) -> str:
-    """Where a rank of Megatron-LM's says, before there is a plan, how the others reach it (``rebuild/groups.py``)."""
+    """Return the key at which a rank says, before there is a plan, how others reach it (``rebuild/groups.py``).
+
+    Only ranks of Megatron-LM jobs need it.
+    """
     return f"groups/0/world/{rank}"
 
 
@@ -94,50 +100,53 @@ def observations_key(rank: int) -> str:
 
 
 def welcome_key(rank: int, incarnation: int) -> str:
-    """Where the coordinator answers a rank that joins: with the number of the newest generation."""
+    """Return the key at which the coordinator answers a rank that joins, with the newest generation's number."""
     return f"welcome/{rank}/{incarnation}"
 
 
 def here_key(rank: int) -> str:
-    """Where a process in the place of a dead rank says which incarnation it is, and behind a slash how many places of a
-    whole cell it fills, if it is more than one; "" once it has died (its agent).
+    """Return the key at which a process in the place of a dead rank says which incarnation it is.
+
+    A slash and the number of places of a whole cell that it fills follow, if there are several. Its agent sets "" once
+    it has died.
     """
     return f"here/{rank}"
 
 
 def company_key(rank: int) -> str:
-    """Where a process in the place of a dead rank says what it has read of its cell's ranks (:func:`here_key`) when all
-    were there: of itself, and behind a colon of all. "" before.
+    """Return the key at which a process in the place of a dead rank says which processes of its cell it has met.
+
+    The value is its own text of :func:`here_key`, a colon, and the texts of all ranks of the cell. "" before.
     """
     return f"company/{rank}"
 
 
 def places_key(worker: int) -> str:
-    """Where the agent of a worker's node says how many places of a whole cell each process fills that joins for it."""
+    """Return the key at which an agent says how many places of a whole cell each process of ``worker`` is to fill."""
     return f"places/{worker}"
 
 
 def comes_back_key(worker: int) -> str:
-    """Where the coordinator says, before a cell leaves between two steps, as what it is to come back."""
+    """Return the key at which the coordinator says, before a cell leaves between two steps, how it is to come back."""
     return f"comes-back/{worker}"
 
 
 def left_key(rank: int) -> str:
-    """Where a rank that has finished says that its script has ended, too."""
+    """Return the key at which a rank that has finished training says that its script has ended, too."""
     return f"left/{rank}"
 
 
 NOT_WELCOME = "alive"
-"""That answer to a rank that is alive: two processes would be it."""
+"""The answer at :func:`welcome_key` if the rank is alive already, as two processes cannot be one rank."""
 
 
 def node_key(node: int) -> str:
-    """Where the agent of a node lists its ranks."""
+    """Return the key at which the agent of a node lists its ranks."""
     return f"node/{node}"
 
 
 def replaced_key(node: int) -> str:
-    """Counts the agents that have taken the place of the first one of ``node``."""
+    """Return the key of the counter of agents that have taken the place of the first one of ``node``."""
     return f"{node_key(node)}/replaced"
 
 
@@ -146,41 +155,41 @@ def lease_key(node: int) -> str:
 
 
 def bye_key(node: int) -> str:
-    """Put by the agent of ``node`` when it has heard of the end, and its ranks have ended."""
+    """Return the key that the agent of ``node`` sets when it has heard of the job's end and its ranks have ended."""
     return f"bye/{node}"
 
 
 OFFER = "offer "
-"""Marks a generation that begins between two steps; one without this mark ends its predecessor at once."""
+"""The mark of a generation that begins between two steps. One without this mark ends its predecessor at once."""
 
 AGAIN = "again "
-"""Marks one that somebody has asked for, though nobody has died: he waited for others in the one before."""
+"""The mark of a generation that a rank has asked for although nobody has died, as it waited for others before."""
 
 _OF_GENERATION = re.compile(r"(?:generation|groups)/(\d+)(?:/.*)?")
-"""Generations, and the addresses that their members exchange (``rebuild/groups.py``)."""
+"""The keys of generations, and of the addresses that their members exchange (``rebuild/groups.py``)."""
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Stamp:
-    """When a value was sealed, as its writer counts."""
+    """When a value was sealed, by its writer's count."""
 
     incarnation: int = 0
-    """Of the writer: which of the processes that were it one after another."""
+    """The incarnation of the writer."""
     number: int
-    """It never gives two values the same."""
+    """A number that the writer's process increases with each value."""
 
 
 _numbers = itertools.count(1)
 
 
 class Control:
-    """One connection to the store. Calls of several threads queue up behind each other.
+    """One connection to the store. Calls of several threads wait for one another.
 
-    Raises, from every method: ControlPlaneLost if the connection is gone.
+    Every method raises ControlPlaneLost if the connection is gone.
     """
 
     def __init__(self, store: dist.Store, token: str, *, writer: str = "", incarnation: int = 0):
-        """``writer``: whose values they are that are put and sent here; of each there is one process at a time."""
+        """``writer``: names the author of values that are put and sent here. It must be one process at a time."""
         self._writer, self._incarnation = writer, incarnation
         self._sending = threading.Lock()
         self._heard: dict[str, Stamp] = {}
@@ -189,7 +198,7 @@ class Control:
         self._key = hashlib.sha256(b"odyssey seal " + token.encode()).digest()
         prefix = hashlib.sha256(b"odyssey prefix " + token.encode()).hexdigest()[:16]
         self.store = dist.PrefixStore(f"odyssey/{prefix}", store)
-        """The raw store under the job's prefix: for counters and addresses, which are checked elsewhere."""
+        """The raw store under the job's prefix, for counters and addresses, which are checked elsewhere."""
 
     @classmethod
     def connect(
@@ -203,10 +212,11 @@ class Control:
         writer: str = "",
         incarnation: int = 0,
     ) -> Control:
-        """A client of the store at ``host:port``; later waits are unlimited unless they name a limit.
+        """Return a client of the store at ``host:port``. Later waits are unlimited unless they name a limit.
 
         Args:
-            lease_s: a wait ends, too, when the store's host has not answered for so long.
+            timeout_s: The limit for connecting.
+            lease_s: A wait also ends if the store's host has not answered for this time.
         """
         try:
             store = dist.TCPStore(
@@ -220,7 +230,7 @@ class Control:
         return cls(store, token, writer=writer, incarnation=incarnation)
 
     def same_token(self) -> bool:
-        """Whether the first one who asked has this token; who has another one sees none of its keys."""
+        """Return whether this token is that of the first process that asked. Others see none of that one's keys."""
         with _lost():
             known = self._base.compare_set("odyssey/token", "", self._fingerprint)
             if known != self._fingerprint.encode():
@@ -229,12 +239,15 @@ class Control:
         return True
 
     def other_token_seen(self) -> bool:
-        """Whether somebody came with another token."""
+        """Return whether somebody came with another token."""
         with _lost():
             return self._base.check(["odyssey/other-token"])
 
     def seal(self, key: str, text: str) -> str:
-        """``text`` with a stamp, and the keyed digest of all in front, of ``key`` too: no value works elsewhere."""
+        """Return ``text`` with a stamp, and in front of them a keyed digest.
+
+        The digest covers ``key``, too, so that a value is not valid under another key.
+        """
         stamped = f"{self._writer} {self._incarnation} {next(_numbers)}\n{text}"
         return self._digest(key, stamped) + stamped
 
@@ -243,7 +256,7 @@ class Control:
         return hmac.new(self._key, body, hashlib.sha256).hexdigest()[:_DIGEST_CHARS]
 
     def _open(self, key: str, value: bytes) -> tuple[str, Stamp, str]:
-        """(writer, stamp, text). Raises ValueError for what no holder of the token has sealed."""
+        """Return (writer, stamp, text). Raises ValueError for a value that no holder of the token has sealed."""
         sealed = value.decode()
         digest, stamped = sealed[:_DIGEST_CHARS], sealed[_DIGEST_CHARS:]
         if not hmac.compare_digest(self._digest(key, stamped).encode(), digest.encode()):
@@ -253,7 +266,7 @@ class Control:
         return writer, Stamp(incarnation=int(incarnation), number=int(number)), text
 
     def unseal(self, key: str, value: bytes) -> str:
-        """Inverse of :meth:`seal`. Raises ValueError for what no holder of the token has sealed."""
+        """Invert :meth:`seal`. Raises ValueError for a value that no holder of the token has sealed."""
         return self._open(key, value)[2]
 
     def put(self, key: str, text: str) -> None:
@@ -261,7 +274,7 @@ class Control:
             self.store.set(key, self.seal(key, text))
 
     def put_all(self, texts: Mapping[str, str]) -> None:
-        """Several, in few messages. A reader may find some of them before the others."""
+        """Put several values in few messages. A reader may find some of them before the others."""
         batch, size = dict[str, str](), 0
         with _lost():
             for key, text in texts.items():
@@ -277,14 +290,18 @@ class Control:
         self.store.multi_set([*sealed], [*sealed.values()])  # type: ignore[attr-defined]
 
     def put_first(self, key: str, text: str) -> bool:
-        """Sets ``key`` unless somebody has; True if this call did."""
+        """Set ``key`` unless somebody has, and return whether this call did."""
         sealed = self.seal(key, text)
         with _lost():
             return self.store.compare_set(key, "", sealed) == sealed.encode()
 
     def get(self, key: str, *, timeout_s: float | None = None) -> str:
-        """The value, once there is one. Raises TimeoutError; ValueError if it is not ours; KeyError if it has come, and
-        was deleted before it was read.
+        """Return the value of ``key``, once there is one.
+
+        Raises:
+            TimeoutError: There is none within ``timeout_s``.
+            ValueError: No holder of the token has sealed it.
+            KeyError: It has come, and was deleted before it was read.
         """
         self.wait([key], timeout_s)
         if (text := self.peek(key)) is None:
@@ -292,29 +309,30 @@ class Control:
         return text
 
     def peek(self, key: str) -> str | None:
-        """The value, or None if there is none yet."""
+        """Return the value of ``key``, or None if there is none yet."""
         with _lost():
-            # Where there is none it gives back what is expected. A look before a get() would wait for ever where the
-            # key is deleted in between.
+            # If there is none, compare_set returns the expected value. A check followed by a get() would wait for ever
+            # if the key is deleted in between.
             value = self.store.compare_set(key, _NOTHING, _NOTHING)
         return None if value == _NOTHING.encode() else self.unseal(key, value)
 
     def said(self, key: str) -> bool:
-        """Whether a holder of the token has set it."""
+        """Return whether a holder of the token has set ``key``."""
         with contextlib.suppress(ValueError):
             return self.peek(key) is not None
         return False
 
     def read(self, keys: Sequence[str]) -> list[str]:
-        """The values of keys that are all set, in one round trip."""
+        """Return the values of ``keys``, which must all be set, in one round trip."""
         with _lost():
             values = self.store.multi_get(list(keys))
         return [self.unseal(key, value) for key, value in zip(keys, values, strict=True)]
 
     def latest(self, keys: Sequence[str]) -> list[tuple[Stamp, str]]:
-        """Of keys that are all set and overwritten by one writer each: the newest value that was ever seen here.
+        """Return (stamp, text) of the newest value of each key that was ever seen here.
 
-        What somebody without the token put in its place, or plays back, changes nothing.
+        All ``keys`` must be set, and each is overwritten by one writer only. A value that somebody without the token
+        has put there, or plays back, changes nothing.
         """
         with _lost():
             values = self.store.multi_get(list(keys))
@@ -328,19 +346,21 @@ class Control:
         return [self._latest.get(key, (Stamp(number=0), "")) for key in keys]
 
     def has(self, keys: Sequence[str]) -> bool:
-        """Whether all of ``keys`` are set."""
+        """Return whether all of ``keys`` are set."""
         with _lost():
             return self.store.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Until all ``keys`` are set. Raises TimeoutError."""
+        """Wait until all ``keys`` are set. Raises TimeoutError."""
         limit = _IDLE_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
         with _lost():
             self.store.wait(list(keys), limit)
 
     def forget_before(self, number: int) -> None:
-        """Deletes what generations before ``number`` left: the store must not grow with recoveries (I10). Who still
-        waits for one of them, as it has stood still for so long, finds which is the oldest that there is.
+        """Delete what generations before ``number`` left, as the store must not grow with recoveries (I10).
+
+        A process that has stood still for long may still wait for one of them. At ``FORGOTTEN`` it finds the number of
+        the oldest generation that there is.
         """
         self.put(FORGOTTEN, str(number))
         with _lost():
@@ -350,37 +370,37 @@ class Control:
                     self.store.delete_key(key)
 
     def count(self, key: str) -> int:
-        """Adds one to a counter and returns it."""
+        """Add one to a counter, and return its new value."""
         with _lost():
             return self.store.add(key, 1)
 
     def counted(self, key: str) -> int:
-        """The value of a counter; 0 where nobody has counted."""
+        """Return the value of a counter: 0 if nobody has counted."""
         with _lost():
             return self.store.add(key, 0)
 
     def forget(self, key: str) -> None:
-        """Deletes ``key``, if it is there."""
+        """Delete ``key``, if it is set."""
         with _lost():
             self.store.delete_key(key)
 
     def send(self, event: Event, *, acknowledged: bool = False) -> None:
-        """Queues an event for the coordinator, in one atomic operation (the sender may die any moment).
+        """Queue an event for the coordinator, in one atomic operation (the sender may die any moment).
 
         Args:
-            acknowledged: return only when the store has it, so that nothing that another process sends
+            acknowledged: Return only when the store has it, so that nothing that another process sends
                 after this can be read before it.
         """
         text = to_json(event_to_jsonable(event))
-        with _lost(), self._sending:  # they are heard in the order of their stamps, or not at all
+        with _lost(), self._sending:  # an event with an older stamp than the last one is refused
             self.store.queue_push(EVENTS, self.seal(EVENTS, text))
             if acknowledged:
-                # Answered in order on this connection; unlike queue_len() it lets other threads run meanwhile, without
-                # which a rank would seem to hang while the store's host is frozen.
+                # The answer comes in order on this connection. Unlike queue_len() this call lets other threads run
+                # meanwhile; otherwise a rank would seem to hang while the store's host is frozen.
                 self.store.check([EVENTS])
 
     def next_event(self) -> Event | str:
-        """Blocks for the next event in the queue; a malformed one, or an old one, as a text about it."""
+        """Wait for the next event in the queue, and return it; a text about it if it is malformed or old."""
         with _lost():
             value = self.store.queue_pop(EVENTS)
         try:
@@ -405,7 +425,10 @@ class EventReader:
         threading.Thread(target=self._run, name="odyssey-events", daemon=True).start()
 
     def take(self, timeout_s: float) -> list[Event | str]:
-        """All events that are here, at least one unless ``timeout_s`` passes. Raises what has ended the thread."""
+        """Return all events that are here. Waits for the first one for up to ``timeout_s``.
+
+        Raises the exception that has ended the thread, if there is one.
+        """
         found: list[Event | str] = []
         try:
             while True:
@@ -425,7 +448,7 @@ class EventReader:
 
 
 class _lost:
-    """Turns torch's store errors into ours."""
+    """A context that turns torch's store errors into ControlPlaneLost or TimeoutError."""
 
     def __enter__(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The end of a process."""
+"""End a process with a given exit code, without the interpreter's own last part."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 
 def exit_with(function: Callable[[], Any]) -> NoReturn:
-    """Runs ``function``, whose result is the exit code, and ends this process like an interpreter ends; a fork without
-    its parent's cleanup. The interpreter's own last part would abort a process where a thread that nobody joins is in
-    native code, as the control plane's are: exit code 134.
+    """Run ``function``, whose result is the exit code, and end this process as an interpreter ends.
+
+    In a fork, the cleanup of its parent does not run. The interpreter's own last part is left out: it would abort the
+    process (exit code 134) if a thread that nobody joins is in native code, as threads of the control plane are.
     """
     code = 1
     try:
@@ -31,12 +32,13 @@ def exit_with(function: Callable[[], Any]) -> NoReturn:
 
 
 def will_exit_with(code: int) -> None:
-    """However this interpreter ends, its process does so with ``code``, without the interpreter's own last part. That
-    frees all there is, for seconds in which no thread gets on: a rank that failed would be taken for hung. And whatever
-    wakes a thread in native code meanwhile aborts the process.
+    """Make this process end with ``code``, however its interpreter ends, without the interpreter's own last part.
+
+    That part frees everything, for seconds in which no thread runs, so a rank that failed would be taken for hung. And
+    if a thread in native code wakes up meanwhile, the process aborts.
     """
 
-    def end() -> None:  # the first of the exit functions, as the last that was registered
+    def end() -> None:  # registered last, it is the first of the exit functions to run
         atexit.unregister(end)
         _end(code)
 

@@ -21,7 +21,7 @@ class Part(enum.Enum):
 
     MEMBER = "member"
     WAITS = "waits"
-    """It holds nothing yet: a recovery goes on without it, and it is offered a place afterwards."""
+    """It holds no state yet. A recovery goes on without it, and it is offered a place afterwards."""
     LEFT = "left"
     """It is no longer a member: declared dead, or slow and replaced, or its cell has lost a rank or is to be whole."""
     REPLACED = "replaced"

@@ -1,4 +1,4 @@
-"""What a process has of the agent that started it as a rank: variables, and its end."""
+"""What ties a rank to the agent that started it: its variables, and that it dies with the agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def of_rank() -> Mapping[str, str]:
-    """The variables that a rank's agent has set. Raises ConfigError: this process is no rank of a job."""
+    """Return the environment with the variables of a rank. Raises ConfigError if this process is no rank of a job."""
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ODYSSEY_TOKEN", "ODYSSEY_HEARTBEAT",
               "ODYSSEY_SLOT", "ODYSSEY_PARENT_PID")  # fmt: skip
     missing = [name for name in needed if name not in os.environ]
@@ -29,12 +29,15 @@ def of_rank() -> Mapping[str, str]:
 
 
 def journal_of(rank: int, run_dir: str) -> Journal:
-    """The journal of this process, a rank."""
+    """Return the journal of this process, which is ``rank``."""
     return Journal(run_dir, source=f"rank{rank}", rank=rank, job=os.environ.get("ODYSSEY_JOB", ""))
 
 
 def die_with(parent_pid: int) -> None:
-    """A rank must not outlive its agent (its parent, or the parent of that): nobody would fence it."""
+    """Make the kernel kill this process when its parent, ``parent_pid``, ends.
+
+    A rank must not outlive its agent (its parent, or the parent of that), as nobody would fence it.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""torch elastic's processes, forked from a zygote that has imported everything already.
+"""Fork torch elastic's processes from a zygote, which has imported everything already.
 
 The seam is the name ``torch.distributed.elastic.multiprocessing.api.get_subprocess_handler`` (torch 2.13).
 """
@@ -19,7 +19,7 @@ from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
 
 @contextlib.contextmanager
 def forking(zygote: Zygote | None) -> Iterator[None]:
-    """Inside, torch elastic starts processes by forking them from ``zygote``."""
+    """Return a context in which torch elastic starts processes by forking them from ``zygote``."""
     if zygote is None:
         yield
         return
@@ -41,8 +41,9 @@ def forking(zygote: Zygote | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_begun() -> Iterator[None]:
-    """Inside, torch elastic starts processes; from the first one on signals wait until the body is over. Where one came
-    between two of them, torch would end, and leave those that have begun behind.
+    """Return a context for starting processes, in which signals wait from the first process on until the body ends.
+
+    If a signal came between two starts, torch would end, and leave behind the processes that have begun.
     """
     original = multiprocessing_api.get_subprocess_handler
     with contextlib.ExitStack() as waiting:
@@ -60,7 +61,7 @@ def all_begun() -> Iterator[None]:
 
 
 class ForkedHandler:
-    """What torch elastic expects of a started process."""
+    """A forked process with the interface that torch elastic expects of a started process."""
 
     def __init__(self, proc: ForkedProcess):
         self.proc = proc

@@ -1,7 +1,7 @@
-"""How the agents of several nodes wait until all of them have come, before any starts its ranks.
+"""Wait until the agents of all nodes have come, before any starts its ranks.
 
-torch elastic waits for that within one call of its store: for ten minutes no signal is heeded, nobody hears who is
-missing, and at the end there is a traceback.
+torch elastic waits for that within one call of its store: for ten minutes no signal is heeded and nobody is told which
+nodes are missing, and at the end there is a traceback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.names import first_few
 
 _WITHIN_S = 600.0
-"""How long nodes wait for one another; torchrun's own limit."""
+"""How long nodes wait for one another. It is torchrun's own limit."""
 _LOOK_S, _SAYS_S = 0.1, 30.0
 _ALL = "odyssey/came/all"
 _NOT_ALL = (
@@ -27,23 +27,24 @@ _NOT_ALL = (
 
 
 def gather(store: Any, node: int, nodes: int, says: bytes, *, limit_s: float = _WITHIN_S) -> None:
-    """Returns once the agents of all ``nodes`` have called this; at once where they had before.
+    """Return once the agents of all ``nodes`` have called this, or at once if they had before.
 
     Args:
-        store: torch's, of all of them.
-        says: what torch's agents tell the first one of themselves, which reads that behind this without a wait, also
-            of one that has ended meanwhile.
+        store: torch's store, which all of them use.
+        says: What each of torch's agents tells the first one about itself. The first one reads it afterwards without a
+            wait, even if that agent has ended meanwhile.
 
     Raises:
-        ConfigError: some have not come.
-        ControlPlaneLost: the store's host is gone.
+        ConfigError: Some have not come.
+        ControlPlaneLost: The store's host is gone.
     """
     began_s = time.monotonic()
     says_s = began_s + _SAYS_S
     try:
         store.set(_came(node), says)
         while not store.check([_ALL]):
-            # One asks for all of them, and the others for its answer: as many look-ups as there are nodes.
+            # The first node looks for all of them, and the others only for its answer. So the number of look-ups grows
+            # with the number of nodes, and not with its square.
             if node == 0 and store.check([_came(one) for one in range(nodes)]):
                 store.set(_ALL, "")
                 return
@@ -68,7 +69,7 @@ def _came(node: int) -> str:
 
 
 def _missing(store: Any, nodes: int) -> list[int]:
-    """Where all have come it is the first one, which has ended before it could say so."""
+    """Return the nodes that have not come. If all have, it is the first one, which has not said so and must be gone."""
     return [one for one in range(nodes) if not store.check([_came(one)])] or [0]
 
 

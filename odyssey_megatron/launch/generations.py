@@ -1,4 +1,4 @@
-"""Generations in the store: the coordinator sends them whole, a rank reads the head and its own part of the plan."""
+"""Generations in the store: the coordinator sends whole ones, and a rank reads the head and its part of the plan."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def with_all_routes(control: Control, number: int, layout: Layout) -> Layout:
     """Return ``layout`` of generation ``number`` with the routes of all microbatches.
 
     Raises:
-        Superseded: that generation is gone.
+        Superseded: That generation is deleted.
     """
     routes = control.peek(keys.routes_key(number))
     if routes is None:

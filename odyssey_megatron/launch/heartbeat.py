@@ -1,5 +1,7 @@
-"""Signs of life through shared memory: a slot a rank, with a heartbeat that a thread of the rank writes and its agent
-reads, and a lifeline that tells the agent of its death.
+"""Signs of life through shared memory.
+
+Each rank has a slot. It contains a heartbeat, which a thread of the rank writes and its agent reads, and a lifeline,
+which tells the agent of the rank's death.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ class HeartbeatBoard:
             one.create()
 
     def silent_s(self, slot: int, now_s: float) -> float:
-        """Seconds since the last beat; 0.0 before the first one, and while silence means nothing.
+        """Return the seconds since the last beat: 0.0 before the first one, and while silence means nothing.
 
-        Of a rank that leaves: beyond the time in which an interpreter ends, without its threads.
+        For a rank that leaves, the ``_LEAVES_WITHIN_S`` that its interpreter may take to end, without its threads, do
+        not count.
         """
         beat_s = self._beat_s(slot)
         if beat_s < _EXCUSED:
@@ -46,24 +49,24 @@ class HeartbeatBoard:
         return max(now_s - beat_s, 0.0) if beat_s > 0.0 else 0.0
 
     def has_begun(self, slot: int) -> bool:
-        """Whether the rank has taken its lifeline."""
+        """Return whether the rank has taken its lifeline."""
         return self._beat_s(slot) != 0.0
 
     def vacate(self, slot: int) -> None:
-        """The rank has ended, and another process will take the slot."""
+        """Note that the rank has ended, and another process will take the slot."""
         struct.pack_into("d", self._memory, slot * _SLOT_BYTES, 0.0)
 
     def await_end(self, slot: int) -> None:
-        """Returns once the rank has begun to end, however it does; only after :meth:`has_begun`."""
+        """Return once the rank has begun to end, in whatever way. Call it only after :meth:`has_begun`."""
         self._lifelines[slot].await_end()
 
     def ask(self, what: Ask) -> None:
-        """Of all ranks, also of those that take a slot later."""
+        """Ask all ranks for ``what``, also those that take a slot later."""
         for slot in range(len(self._lifelines)):
             self._memory[slot * _SLOT_BYTES + _ASK_OFFSET] = what
 
     def close(self) -> None:
-        """The memory stays mapped: a thread may still wait there."""
+        """Remove the file. The memory stays mapped, as a thread may still wait there."""
         self.path.unlink(missing_ok=True)
         os.close(self._lock)
 
@@ -75,8 +78,8 @@ class HeartbeatBoard:
 class Heartbeat:
     """The rank's side, made by its main thread.
 
-    A rank whose threads do not run (stopped, or never giving up the GIL) is silent, and so is one that ``may_beat`` no
-    more.
+    A rank is silent if its threads do not run (it is stopped, or never gives up the GIL), or if ``may_beat`` forbids
+    it.
     """
 
     def __init__(self, path: str, slot: int, interval_s: float):
@@ -85,7 +88,7 @@ class Heartbeat:
         self._lifeline.take()
         self._excused = self._leaves = False
         self.may_beat: Callable[[], bool] = lambda: True
-        """Asked before each beat, unless silence means nothing."""
+        """Called before each beat to ask whether it may be sent, unless silence means nothing."""
         self._beat(time.monotonic())
         self._thread = threading.Thread(target=self._run, name="odyssey-heartbeat", daemon=True)
         self._thread.start()
@@ -96,13 +99,13 @@ class Heartbeat:
         return Ask(self._memory[self._offset + _ASK_OFFSET])
 
     def leave(self) -> None:
-        """The rank is about to end, and its threads before it: it has longer to do so."""
+        """Say that the rank is about to end, and its threads before it. It is then given longer."""
         self._leaves = True
         self._beat(-time.monotonic())
 
     @contextlib.contextmanager
     def excused(self) -> Iterator[None]:
-        """In the body silence means nothing: for compiled code that keeps the GIL, however long it takes."""
+        """Return a context in which silence means nothing, for compiled code that keeps the GIL for any time."""
         self._excused = True
         self._beat(_EXCUSED)
         try:

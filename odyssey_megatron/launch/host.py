@@ -1,7 +1,7 @@
-"""``odyssey host``: hosts a job apart from its nodes, so that it goes on without any of them.
+"""``odyssey host``: host a job apart from its nodes, so that it survives the loss of any of them.
 
-A process without ranks, which needs no GPU: on the scheduler's machine, say, which is lost less often than one of
-hundreds. It does what else the first node's agent does for all: store, coordinator, page.
+The process has no ranks and needs no GPU. It may run on the scheduler's machine, say, which is lost less often than one
+of hundreds of nodes. It does what the first node's agent otherwise does for all: store, coordinator, page.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _NOWHERE = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hosts a job until it ends; returns its exit code.
+    """Host a job until it ends, and return its exit code.
 
     Args:
-        argv: the arguments of the job's ``odyssey run``. Those of one node do not matter here.
+        argv: The arguments of the job's ``odyssey run``. Those that concern a single node do not matter here.
 
     Raises:
-        ConfigError: nothing has been hosted.
+        ConfigError: The arguments do not do. Nothing has been hosted.
     """
     allow_many()
     with tap.before(1, 2):
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             address = admission.next_rendezvous().bootstrap_store_info
             assert address is not None
             where = (address.master_addr, address.master_port)
-            # It has no ranks to leave with: the job goes with it.
+            # This process has no ranks that could leave, and if it goes the job goes, too.
             how = "stop" if on_signal == "stop" else "save"
             return _host(hosting, config, where, admission.token, nodes, how)
         finally:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _NoRanks:
-    """Of this machine: nobody here reads what is asked."""
+    """The ranks of this machine, of which there are none: nobody here reads what is asked."""
 
     listen = False
 
@@ -90,7 +90,7 @@ class _NoRanks:
 def _host(
     hosting: Hosting, config: OdysseyConfig, where: tuple[str, int], token: str, nodes: int, how: str
 ) -> int:
-    """``how``: what the first signal asks for."""
+    """Coordinate the job until its verdict, and return its exit code. ``how``: what the first signal asks for."""
 
     def connect() -> Control:
         return Control.connect(

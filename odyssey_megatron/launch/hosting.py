@@ -1,6 +1,6 @@
-"""What whoever hosts a job does for all of it: its run folder, its name, its page, its coordinator, its last word.
+"""What the host of a job does for all of it: its run folder, its name, its page, its coordinator, its verdict.
 
-That is the agent of the first node, or ``odyssey host`` (``host.py``), which has no ranks.
+The host is the agent of the first node, or ``odyssey host`` (``host.py``), which has no ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from odyssey_megatron.metrics.outlet import say
 
 _LOOK_S = 0.2
 _LEASE_LOOKS = 5
-"""In so much of a lease it is renewed some times."""
+"""A lease is renewed several times within this fraction (1/5) of its length."""
 _FAREWELL_S = 4.0
-"""From the verdict on: how long the store is kept for the others to read it."""
+"""How long the store is kept after the verdict, so that the others can read it."""
 
 _NOT_ALL = (
     "the agent(s) of node(s) {missing} came, and have not started their ranks within {limit_s:g} s "
@@ -40,14 +40,14 @@ _NOT_ALL = (
 
 
 class Hosting:
-    """The job's, in this process.
+    """The hosting of one job, in this process.
 
     Args:
-        page_secret: what the page's token is made from, where it wants one.
-        here: the node whose agent this is; None: none.
+        page_secret: The secret from which the page's token is made, if the page wants one.
+        here: The node whose agent this is. None: it is no agent.
 
     Raises:
-        ConfigError: the run folder is another job's, or a port of the page is taken.
+        ConfigError: The run folder belongs to another job, or a port of the page is taken.
     """
 
     def __init__(self, config: OdysseyConfig, planner: Planner, page_secret: str, *, here: int | None):
@@ -58,7 +58,7 @@ class Hosting:
 
     @staticmethod
     def name_job(control: Control) -> None:
-        """By a number that is drawn for it, which the other agents read."""
+        """Name the job by a random number, which the other agents read."""
         control.put_first(keys.JOB_NAME, secrets.token_hex(4))
 
     def begin(
@@ -70,14 +70,17 @@ class Hosting:
         *,
         nodes: int,
     ) -> None:
-        """Coordinates the job in a thread, which has ``control`` to itself, and without which ``verdict`` ends the job.
-        ``nodes``: with ranks.
+        """Coordinate the job in a thread that ``verdict`` guards, so that the job does not go on without it.
+
+        Args:
+            control: A connection that only this thread uses.
+            nodes: The number of nodes with ranks.
         """
         self._nodes = nodes
         verdict.guard("coordinator", lambda: self._coordinate(control, connect, journal, nodes))
 
     def part(self, control: Control, final: Verdict, began_s: float) -> None:
-        """Keeps the store for the others to hear of the end, which they may not know of yet. ``began_s``: ours."""
+        """Keep the store until the others have heard of the end. ``began_s``: when this process heard of it."""
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
             control.put_first(keys.VERDICT, to_json(final))  # it may have been made here
             if there := sorted({*final.nodes, *self._about_to_join(control, final.nodes)}):
@@ -85,7 +88,10 @@ class Hosting:
                 control.wait([keys.bye_key(other) for other in there], left_s)
 
     def _about_to_join(self, control: Control, known: Sequence[int]) -> list[int]:
-        """Nodes besides those ``known`` to the coordinator that have an agent, whose ranks have not joined."""
+        """Return the nodes with a living agent that the coordinator does not know, as their ranks have not joined.
+
+        ``known`` are those that it knows.
+        """
         others = {*range(self._nodes)} - {*known, self._here}
         leases = {node: key for node in others if control.has([key := keys.lease_key(node)])}
         if not leases:
@@ -120,10 +126,11 @@ class Hosting:
         ).run()
 
     def _await_nodes(self, control: Control, count: int) -> dict[int, int] | Verdict:
-        """The node of each rank, once all agents have listed theirs."""
+        """Return the node of each rank, once all agents have listed theirs. A verdict if they do not."""
         limit_s = self._config.store_timeout_s
         listed = [keys.node_key(node) for node in range(count)]
-        if self._here is None:  # nodes may stand in a scheduler's queue: the first one begins
+        # In ``odyssey host``, time counts from the first node that comes: nodes may stand in a scheduler's queue.
+        if self._here is None:
             while not any(control.has([node]) for node in listed):
                 time.sleep(_LOOK_S)
         ends_s = time.monotonic() + limit_s

@@ -1,7 +1,7 @@
-"""Leaving operations that will never end, because a peer is gone.
+"""Leave operations that will never end because a peer is gone.
 
-Behind one small interface, ``Abort``: what one generation's groups hang on. NCCL has an abort that works
-(:class:`NcclAbort`); for gloo, which has none, see ``abort_gloo.py``.
+Each generation has one object with the small interface ``Abort``, which ends the operations of all its groups. NCCL
+has an abort that works (:class:`NcclAbort`); for gloo, which has none, see ``abort_gloo.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from odyssey_megatron.errors import PeerFailed, Superseded
 T = TypeVar("T")
 
 _LONGEST_CALL_S = 0.2
-"""So long a call of NCCL's is waited for that may be about to return; one that waits for a peer never does."""
+"""The longest wait for an NCCL call that may be about to return; a call that waits for a peer never does."""
 
 
 class Abort(Protocol):
@@ -32,53 +32,60 @@ class Abort(Protocol):
 
     @property
     def patience(self) -> timedelta | None:
-        """How long a wait is told to wait. None: the operation knows."""
+        """The timeout to pass to an operation's wait. None: the operation has its own."""
 
     @property
     def holds(self) -> torch.Tensor | None:
-        """See ``execute/ledger.py``: None where whoever waits for an operation that was ended hears of it."""
+        """The word that falls before anything is aborted (``execute/ledger.py``). None where a wait for an operation
+        that was ended raises, so that no word is needed.
+        """
 
     def fall(self) -> None:
-        """Nothing counts any more that a device does with what others' :meth:`fire` leaves. Any thread."""
+        """Declare void what a device computes from now on, as the other ranks' :meth:`fire` may leave garbage in
+        messages. May be called from any thread.
+        """
 
     def fire(self) -> None:
-        """Ends every operation of the generation with Superseded. Any thread, any number of times."""
+        """End every operation of the generation with Superseded. May be called from any thread, and repeatedly."""
 
     def connecting(self) -> contextlib.AbstractContextManager[None]:
-        """Groups of this generation connect in the body. Raises Superseded at its end if fired."""
+        """Return a context in which groups of this generation connect. It raises Superseded at its end if fired."""
 
     def meet(self, published: Iterable[bytes]) -> None:
-        """What the ranks of one of its groups have published to each other to connect."""
+        """Take note of what the ranks of one of the groups have published to each other in order to connect."""
 
     def call(self, function: Callable[[], T]) -> T:
-        """``function()``; raises Superseded as soon as fired, PeerFailed for its RuntimeError."""
+        """Return ``function()``. Raises Superseded as soon as fired, and PeerFailed for a RuntimeError of it."""
 
     def drain(self) -> None:
-        """Returns when the accelerator has done what it was given."""
+        """Return when the accelerator has done all the work that it was given."""
 
     def settle(self) -> None:
-        """As :meth:`drain`. Raises Superseded if it may have computed with what an operation left that :meth:`fire` has
-        ended: before a rank goes by what others have sent it.
+        """Do as :meth:`drain`, and raise Superseded if the accelerator may have computed with the garbage of an
+        operation that :meth:`fire` has ended. A rank calls this before it acts on what others have sent it.
         """
 
     def adopt(self, backend: Any, use: Use) -> None:
-        """``backend`` goes with this generation, or, if it is clean then, outlives it."""
+        """Make ``backend`` end with this generation, unless it is clean at the end: then it outlives it."""
 
     def use_of(self, backend: Any) -> Use | None:
-        """None where nothing outlives an abort, or it has been ended."""
+        """Return the record of what ``backend`` was given. None where nothing outlives an abort, or once ``backend``
+        has been ended.
+        """
 
     def hand_over(self) -> dict[Any, Use]:
-        """Once fired: the clean ones, which are the caller's from now on."""
+        """Return the clean backends, once fired. From now on they belong to the caller."""
 
     def close(self) -> None:
-        """No more operations will come."""
+        """End the operations that are left, and free what waiting needs. No more operations may follow."""
 
 
 class Use:
-    """What one rank has given a communicator. It is clean while all of that is through: then it may outlive an abort.
+    """A record of the operations that one rank has given a communicator.
 
-    Whoever ends a generation does so from another thread, and must not wait for the one that gives: so an operation is
-    counted before it is given, and again behind that.
+    The communicator is clean while all of them are complete; then it may outlive an abort. The thread that ends a
+    generation is not the thread that gives operations, and must not wait for it. So each operation is counted twice:
+    before it is given (``begun``) and afterwards (``given``).
     """
 
     def __init__(self) -> None:
@@ -89,39 +96,42 @@ class Use:
     @property
     def is_clean(self) -> bool:
         given, last = self.given, self.last
-        with contextlib.suppress(RuntimeError):  # of an operation that has failed
+        with contextlib.suppress(RuntimeError):  # raised for an operation that has failed
             return self.connected and self.begun == given and (last is None or _is_through(last))
         return False
 
     def failed(self) -> None:
-        """What has begun was refused: it is never clean again."""
+        """Note that an operation that had begun was refused. The communicator is never clean again."""
         self.given, self.connected = self.given + 1, False
 
     def rest(self) -> None:
-        """Lets go of the last operation, and of its tensors, if it is through."""
+        """Release the last operation and its tensors if the communicator is clean."""
         if self.is_clean:
             self.last = None
 
 
 def _is_through(work: Any) -> bool:
-    """Of a work of NCCL's: its kernel has ended. Where a peer's end was noticed it is said to be completed, with an
-    error, while the kernel goes on until it is aborted. Source: torch 2.13 ``WorkNCCL::isCompleted``.
+    """Return whether the kernel of an NCCL work has ended without an error.
+
+    ``is_completed`` alone does not say so: once the end of a peer is noticed, a work counts as completed, with an
+    error, while its kernel runs on until it is aborted. Source: torch 2.13 ``WorkNCCL::isCompleted``.
     """
     return bool(work.is_completed()) and work.exception() is None
 
 
 class NcclAbort:
-    """NCCL has an abort that works, also for the kernels on the device, so waiting needs no helper.
+    """The abort of a generation's NCCL communicators.
 
-    Connecting does: torch knows a communicator's handle, by which it could be ended, only once it is connected
-    (``ProcessGroupNCCL::initNCCLComm``, unless NCCL's calls do not block). So whoever connects with a rank that has
-    died meanwhile is left behind in it, in a thread of its own (:meth:`side_by_side`).
+    NCCL's own abort works, also for kernels on the device, so waiting needs no helper thread. Connecting does need one:
+    torch learns a communicator's handle, by which it could be aborted, only once it is connected
+    (``ProcessGroupNCCL::initNCCLComm``, unless NCCL's calls do not block). So each connection is made in a thread of
+    its own, which is left behind if it waits for a rank that has died (:meth:`side_by_side`).
 
-    Not run on a GPU by this project's tests; the facts are those of PyTorch's documentation of
-    ``_abort_process_group`` and of libraries that abort in the same way. ``tests/strict`` runs it by these rules.
+    This project's tests do not run it on a GPU. The facts are taken from PyTorch's documentation of
+    ``_abort_process_group`` and from libraries that abort in the same way. ``tests/strict`` runs it by these rules.
 
     Args:
-        holds: 1.0, in pinned memory.
+        holds: A scalar tensor of 1.0, in pinned memory.
     """
 
     patience = None
@@ -138,8 +148,9 @@ class NcclAbort:
             self.uses[backend] = use
 
     def give(self, backends: Iterable[Any], to: NcclAbort) -> None:
-        """They go with that generation from now on. Raises Superseded, and gives nothing, if either is fired."""
-        # Under both locks whoever fires finds each of them once. An earlier generation gives to a later one.
+        """Hand ``backends`` over to a later generation. Raises Superseded, and gives nothing, if either is fired."""
+        # Under both locks, whoever fires finds each backend exactly once. The locks cannot be taken in a circle, as an
+        # earlier generation always gives to a later one.
         with self._lock, to._lock:
             if self.fired or to.fired:
                 raise Superseded("a newer generation exists")
@@ -147,18 +158,25 @@ class NcclAbort:
                 to.uses[backend] = self.uses.pop(backend)
 
     def connected(self, backend: Any, *, may_be_given: bool = True) -> None:
-        """It is, and may be given operations, or first one that connects more of it. Raises Superseded if that is too
-        late; then it is gone.
+        """Note that ``backend`` is connected. Raises Superseded if the generation is over, and then aborts ``backend``.
+
+        Args:
+            may_be_given: Whether it may be given operations, and thus be clean. False if a first message is still to
+                connect the rest of it.
         """
         with self._lock:
             if not self.fired:
                 self.uses[backend].connected = may_be_given
                 return
-        backend.abort()  # there was nothing to abort when all others were, and torch does not remember that
+        # When the others were aborted this one had nothing to abort yet, and torch does not remember that it was asked.
+        backend.abort()
         raise Superseded("a newer generation exists")
 
     def side_by_side(self, functions: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-        """What each returns, of threads that are left behind once fired. Raises Superseded, or what one raised."""
+        """Run each function in a thread of its own, and return their results by name.
+
+        Once fired, the threads are left behind. Raises Superseded then, or else what one of the functions raised.
+        """
         ended: queue.SimpleQueue[tuple[str, Any, Exception | None] | None] = queue.SimpleQueue()
         with self._lock:
             self._connecting.append(ended)
@@ -200,7 +218,7 @@ class NcclAbort:
                 ended.put(None)
         within = {backend: use for backend, use in unclean.items() if use.begun != use.given}
         abort_all([backend for backend in unclean if backend not in within])
-        # An abort frees what the thread that trains may be using, in a call of NCCL's that looks at nothing.
+        # An abort frees memory that the training thread may be using within an NCCL call, which does not check for it.
         ends_s = time.monotonic() + _LONGEST_CALL_S
         while any(use.begun != use.given for use in within.values()) and time.monotonic() < ends_s:
             time.sleep(0.001)
@@ -209,7 +227,7 @@ class NcclAbort:
     def hand_over(self) -> dict[Any, Use]:
         with self._lock:
             uses, self.uses = self.uses, {}
-        # One that is connecting may have come behind :meth:`fire`: it goes when it is connected.
+        # A backend that was connecting may have been adopted after :meth:`fire`. ``connected`` then aborts it.
         return {backend: use for backend, use in uses.items() if use.is_clean}
 
     def close(self) -> None:
@@ -223,7 +241,7 @@ class NcclAbort:
             raise Superseded("a newer generation exists")
 
     def meet(self, published: Iterable[bytes]) -> None:
-        """Nothing to do: it knows its backends."""
+        """Do nothing: the backends are known."""
 
     def call(self, function: Callable[[], T]) -> T:
         if self.fired:
@@ -236,7 +254,7 @@ class NcclAbort:
             if self.fired:
                 raise Superseded("a newer generation exists") from error
             raise PeerFailed(str(error)) from error
-        if self.fired:  # of a barrier, for which the host waits, the end may have been this
+        if self.fired:  # the host waits for a barrier, which may have ended only because it was aborted
             raise Superseded("a newer generation exists")
         return result
 
@@ -244,15 +262,15 @@ class NcclAbort:
         torch.cuda.current_stream().synchronize()
 
     def settle(self) -> None:
-        # A wait only orders streams: the host runs ahead, and after an abort the kernels go on with garbage.
+        # A wait only orders streams. The host runs ahead, and after an abort the kernels go on with garbage.
         self.drain()
-        if self.fired:  # which is set before anything is aborted
+        if self.fired:  # it is set before anything is aborted
             raise Superseded("a newer generation exists")
 
 
 def abort_all(backends: Sequence[Any]) -> None:
-    """Returns when all are gone."""
-    # One thread each: an abort waits for its communicator's kernels, and they may wait for one another.
+    """Abort all ``backends``, and return when that is done."""
+    # One thread for each: an abort waits for its communicator's kernels, and these may wait for one another.
     threads = [threading.Thread(target=backend.abort, daemon=True) for backend in backends]
     for thread in threads:
         thread.start()
@@ -282,7 +300,7 @@ class AbortableWork(dist._Work):
 
 
 def wait_all(works: Sequence[AbortableWork]) -> None:
-    """Waits for all of ``works``, of one generation; one hop to a helper thread for all of them."""
+    """Wait for all of ``works``, which belong to one generation, in a single call of its abort."""
     waiting = [work for work in works if not work._waited]
     if waiting:
         abort, waits = waiting[0]._abort, [work._work.wait for work in waiting]
@@ -293,9 +311,9 @@ def wait_all(works: Sequence[AbortableWork]) -> None:
 
 
 class AbortableGroup(dist.ProcessGroup):
-    """A process group whose every operation ends with Superseded once its generation is over.
+    """A process group whose operations all end with Superseded once its generation is over.
 
-    ``torch.distributed`` functions take it like any group: library code that waits needs no change.
+    Functions of ``torch.distributed`` take it like any group, so library code that waits needs no change.
     """
 
     def __init__(self, inner: dist.ProcessGroup, abort: Abort, use: Use | None = None):
@@ -304,21 +322,22 @@ class AbortableGroup(dist.ProcessGroup):
         self._abort, self._use = abort, use
 
     def getBackendName(self) -> str:  # torch's name
-        return "odyssey"  # by "gloo", DDP would look for a ProcessGroupGloo in this very object
+        return "odyssey"  # if it were "gloo", DDP would expect this very object to be a ProcessGroupGloo
 
     def _get_backend(self, device: torch.device) -> Any:  # torch's name
-        return self  # from torch 2.14 on it is asked whether several messages go as one; they do not
+        return self  # torch 2.14 and later ask it whether several messages may go as one; they may not
 
     def detach(self) -> dist.ProcessGroup | None:
-        """Hands over the inner group; from now on every operation raises Superseded."""
+        """Return the inner group and let go of it. From now on every operation raises Superseded."""
         inner, self._inner = self._inner, None
         return inner
 
     def post(self, operation: str, *args: Any, **kwargs: Any) -> AbortableWork:
-        """Starts ``operation`` of the inner group."""
+        """Start ``operation`` of the inner group."""
         inner, use = self._inner, self._use
         if use is not None:
-            use.begun += 1  # before the look at ``fired``: whoever fires looks here afterwards
+            # Counted before ``fired`` is read: whoever fires sets that first, and reads this afterwards.
+            use.begun += 1
             _as_work([*args, *kwargs.values()])
         if self._abort.fired or inner is None:
             if use is not None:
@@ -340,9 +359,11 @@ class AbortableGroup(dist.ProcessGroup):
 
 
 def _as_work(arguments: Iterable[Any]) -> None:
-    """From torch 2.8 on NCCL's backend returns nothing of a collective that is asked for with ``async_op=False``, and
-    runs it on the caller's stream. Here each has a work that can be waited for and looked at; who does not want to
-    wait for it himself has it waited for by ``torch.distributed``.
+    """Make collectives return a work object, by setting ``asyncOp`` on the options among ``arguments``.
+
+    From torch 2.8 on NCCL's backend returns no work for a collective that is asked for with ``async_op=False``, and
+    runs it on the caller's stream. With a work it can be waited for and examined; ``torch.distributed`` waits for it
+    where the caller does not.
     """
     for one in arguments:
         if hasattr(one, "asyncOp"):
@@ -365,9 +386,9 @@ OPERATIONS = tuple(
         "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
         "alltoall", "alltoall_base", "all_to_all_single", "barrier", "send", "recv", "recv_anysource",
     )
-    if hasattr(dist.ProcessGroup, name)  # some are newer than others
+    if hasattr(dist.ProcessGroup, name)  # older versions of torch lack some
 )  # fmt: skip
-"""What ``torch.distributed`` calls on a group."""
+"""The names of the methods that ``torch.distributed`` calls on a group."""
 
 for _name in OPERATIONS:
     setattr(AbortableGroup, _name, _operation(_name))

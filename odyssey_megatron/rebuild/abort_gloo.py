@@ -1,8 +1,8 @@
-"""Leaving operations of gloo that will never end.
+"""Leave gloo operations that will never end.
 
 gloo has no abort that works (measured with torch 2.13: abort, shutdown and destroy of a group leave an operation in
-flight waiting for its timeout), so two things stand in for it. Its connections are shut down from outside, which frees
-most operations within milliseconds. But gloo does not signal an operation whose payload is already in flight, so every
+flight waiting for its timeout). Two things stand in for it. Its connections are shut down from outside, which frees
+most operations within milliseconds. But gloo does not signal an operation whose payload is already in flight. So every
 wait also runs in a helper thread, which the waiting thread can leave behind.
 """
 
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 class GlooAbort:
-    """Shuts the generation's sockets down, and waits where waiting can be left.
+    """The abort of a generation's gloo groups: it shuts their sockets down, and waits in helper threads.
 
-    Any thread may wait. Helpers are reused; one that was left behind in an operation lives until that ends, at
-    the latest by the operation's timeout.
+    Any thread may wait. Helper threads are reused. One that was left behind in an operation lives until the operation
+    ends, at the latest by its timeout.
     """
 
     holds = None
 
     def __init__(self, patience: timedelta | None = None) -> None:
-        """``patience``: with a message, which gloo would otherwise wait for no longer than it may take to connect."""
+        """``patience``: the limit of a wait for a message. By default gloo would apply the limit for connecting."""
         self.fired, self.patience = False, patience
         self._lock = threading.Lock()
         self._sockets: set[str] = set()
@@ -43,7 +43,7 @@ class GlooAbort:
         self._helpers = _Helpers()
 
     def fall(self) -> None:
-        """Nothing to do: whoever waits hears of the end."""
+        """Do nothing: a wait for an operation that was ended raises."""
 
     def fire(self) -> None:
         with self._lock:
@@ -73,7 +73,10 @@ class GlooAbort:
         self._published += published
 
     def _is_own(self, fd: int) -> bool:
-        """Whether ``fd`` is connected to where a rank of these groups listens: other threads open sockets, too."""
+        """Return whether one end of ``fd`` is an address at which a rank of these groups listens.
+
+        Other threads open sockets, too, while the groups connect.
+        """
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
             ends = [_as_published(copy.family, end()) for end in (copy.getsockname, copy.getpeername)]
             return any(end and end in each for end in ends for each in self._published)
@@ -84,7 +87,7 @@ class GlooAbort:
         call = _Call(function)
         self._calls.add(call)
         self._helpers.start(call)
-        if self.fired:  # between the check above and the moment from which ``fire`` can see the call
+        if self.fired:  # it may have been set after the check above, before ``fire`` could see the call
             call.leave()
         call.done.acquire()
         self._calls.discard(call)
@@ -98,15 +101,15 @@ class GlooAbort:
                 raise PeerFailed(str(call.error)) from call.error
             raise call.error
         finally:
-            del call  # error -> traceback -> this frame -> call -> error would keep the group's threads
+            del call  # the cycle error -> traceback -> this frame -> call -> error would keep the group's threads alive
 
     def drain(self) -> None:
-        """Nothing to do: a wait that returns has the whole message."""
+        """Do nothing: when a wait returns, the whole message is here."""
 
     settle = drain
 
     def adopt(self, backend: Any, use: Use) -> None:
-        """Nothing to do: its sockets are found."""
+        """Do nothing: the backend's sockets are found by :meth:`connecting`."""
 
     def use_of(self, backend: Any) -> None:
         return None
@@ -124,7 +127,7 @@ class GlooAbort:
 
 
 class _Call:
-    """A function call that runs elsewhere and can be left."""
+    """A function call that runs in another thread, and that its caller can leave behind."""
 
     __slots__ = ("done", "error", "finished", "function", "result")
 
@@ -150,12 +153,12 @@ class _Call:
             done.release()
 
     def leave(self) -> None:
-        with contextlib.suppress(RuntimeError):  # released before
+        with contextlib.suppress(RuntimeError):  # it has been released already
             self.done.release()
 
 
 class _Helpers:
-    """Threads that run calls: as many as there are calls at a time."""
+    """A pool of threads that run calls. It grows to the largest number of calls at one time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -171,7 +174,7 @@ class _Helpers:
         calls.put(call)
 
     def close(self) -> None:
-        """Ends the threads, each after the call that it may be busy with."""
+        """End the threads. A thread that is busy with a call ends after it."""
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
         for calls in idle:
@@ -179,7 +182,7 @@ class _Helpers:
 
     def _run(self, calls: queue.SimpleQueue[_Call | None]) -> None:
         while (call := calls.get()) is not None:
-            # Free again before the caller goes on, who may have the next call for it.
+            # The thread is idle again before the caller goes on, which may have the next call for it.
             call.run(before_done=lambda: self._release(calls))
             del call  # it keeps tensors alive
 
@@ -191,7 +194,10 @@ class _Helpers:
 
 
 def _open_sockets() -> dict[int, str]:
-    """By fd, ``socket:[inode]``. An inode, unlike an fd, is not reused while anyone may mean the old one."""
+    """Return ``socket:[inode]`` for each open socket of this process, by fd.
+
+    An inode, unlike an fd, is not reused while anyone may still refer to the old socket.
+    """
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -202,7 +208,10 @@ def _open_sockets() -> dict[int, str]:
 
 
 def _as_published(family: int, address: Any) -> bytes:
-    """The beginning of the ``sockaddr`` by which gloo tells others where it listens; empty: it is no such address."""
+    """Return the first bytes of the ``sockaddr`` with which gloo would publish ``address``.
+
+    Empty if ``family`` is neither IPv4 nor IPv6.
+    """
     if family == socket.AF_INET:
         return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_aton(address[0])
     if family == socket.AF_INET6:
@@ -216,7 +225,7 @@ def _shut_down(sockets: set[str]) -> None:
         if inode not in sockets:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
-            same = os.readlink(f"/proc/self/fd/{copy.fileno()}") == inode  # the fd may be another one by now
+            same = os.readlink(f"/proc/self/fd/{copy.fileno()}") == inode  # the fd may have been reused
             # gloo ends the process if accepting fails on its listening socket.
             if same and not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 copy.shutdown(socket.SHUT_RDWR)

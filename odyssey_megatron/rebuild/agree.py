@@ -36,7 +36,7 @@ class Standing:
 
 
 class AgreementBroken(OdysseyError):
-    """The standings contradict I5: a bug. The job must stop rather than train on."""
+    """The standings contradict I5, which is a bug. The job must stop rather than train on."""
 
 
 def furthest(standings: Sequence[Standing]) -> Standing:
@@ -71,7 +71,7 @@ def exchange(group: dist.ProcessGroup, standing: Standing, fingerprint: int) -> 
         fingerprint: a number made from (generation, plan hash); must be the same on all members.
 
     Raises:
-        AgreementBroken: a member carries out another plan.
+        AgreementBroken: A member carries out another plan.
     """
     mine = torch.tensor([fingerprint, *astuple(standing)], dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -1,7 +1,7 @@
-"""The group of one rank: what it sends is what it gets.
+"""A process group of one rank, in which the rank receives what it sends.
 
-torch's own group without connections does that for all operations from 2.13 on only; in 2.11 a scatter, an exchange and
-a reduction into parts leave their outputs as they were.
+torch's own group without connections (``fake``) does that for all operations only from 2.13 on. In 2.11 a scatter, an
+all-to-all and a reduce-scatter leave their outputs as they were.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TO_OTHERS = {"send", "recv", "recv_anysource"}
 
 
 class Alone(dist.ProcessGroup):
-    """Its operations are done when they are given: on a GPU, as far as its stream is concerned."""
+    """A group of one rank. Its operations are complete when they return; on a GPU, in the order of its stream."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg] # its stub lacks this one
@@ -57,7 +57,7 @@ def _keep(self: Alone, *args: Any, **kwargs: Any) -> dist._Work:
 
 
 def _copy(self: Alone, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist._Work:
-    with torch.no_grad():  # as where a library writes by itself
+    with torch.no_grad():  # autograd does not see it where a communication library writes the output, either
         for output, own in zip(_tensors(outputs), _tensors(inputs), strict=True):
             output.copy_(own.reshape(output.shape))
     return _Done()

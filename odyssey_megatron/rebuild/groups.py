@@ -31,7 +31,7 @@ from odyssey_megatron.rebuild.registry import register
 
 
 class MemberLike(Protocol):
-    """What building groups needs of ``launch.member.Member``."""
+    """The part of ``launch.member.Member`` that building groups needs."""
 
     @property
     def rank(self) -> int: ...
@@ -100,7 +100,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     @property
     def holds(self) -> torch.Tensor | None:
-        """See ``rebuild.abort.Abort``, also for the methods."""
+        """See ``rebuild.abort.Abort``, also for :meth:`drain` and :meth:`settle`."""
         return self._aborts[self._devices].holds
 
     def drain(self) -> None:
@@ -179,9 +179,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         if self._devices.spare is not None:
             clean = self._aborts[self._devices].hand_over()
             self._devices.spare.lay_by([self._connected[one] for one in clean if one in self._connected])
-            abort_all(
-                [one for one in clean if one not in self._connected]
-            )  # they came too late to be a group
+            # Backends that were connected too late to become a group.
+            abort_all([one for one in clean if one not in self._connected])
         self.close()
 
     def close(self) -> None:
@@ -195,7 +194,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             if isinstance(group, AbortableGroup):
                 remains[self._library(name).lingers].append(group.detach())
         self._groups = {}
-        for lingers, groups in remains.items():  # a device's keep what was outstanding in its memory
+        # Groups of devices are not kept longer, since they hold device memory of operations that were outstanding.
+        for lingers, groups in remains.items():
             _GRAVEYARD.bury(groups, self._bury_s * lingers)
 
     def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
@@ -211,7 +211,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
                 self._connected[backend] = Communicator(
                     name=name, number=self.number, ranks=ranks, backend=backend, store=store, use=use
                 )
-        torch_name: Any = f"{name}@{self.number}"  # a NewType of torch's, from 2.13 on
+        torch_name: Any = f"{name}@{self.number}"  # from torch 2.13 on the type is a NewType
         group._set_group_name(torch_name)
         group._set_group_desc(torch_name)
         kind = library.kind if len(ranks) > 1 else "fake"
@@ -236,7 +236,10 @@ class _Ranks(dict[int, int]):
 
 
 def init_default_group(member: MemberLike) -> None:
-    """``torch.distributed``'s world: ranks dense, size fixed, no connections. Never rebuilt, never used."""
+    """Initialise ``torch.distributed`` with a placeholder as its default group.
+
+    It has dense ranks, a fixed size and no connections. It is never rebuilt, and nothing is sent through it.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=member.rank, world_size=member.world_size)
@@ -265,14 +268,14 @@ def build_groups(
             None: use what has outlived a failure.
 
     Raises:
-        Superseded: a newer generation exists; nothing of this one is left.
-        PeerFailed: a peer did not connect within ``build_timeout_s``.
+        Superseded: A newer generation exists. Nothing of this one is left.
+        PeerFailed: A peer did not connect within ``build_timeout_s``.
     """
     devices, hosts = libraries or libraries_for(config)
     groups = GroupSet(member, number, devices, hosts, config.op_timeout_s + 2.0)
     member.on_newer(number, groups.abort, groups.fall if groups.holds is not None else None)
     if member.newer_than(number):
-        groups.abort()  # it came before the callback was in place
+        groups.abort()  # the newer generation came before the callback was in place
     try:
         mine = {name: ranks for name, ranks in named.items() if member.rank in ranks}
         groups.connect(member, mine, before)
@@ -281,7 +284,7 @@ def build_groups(
         if before is None:
             groups.leave()
         else:
-            groups.close()  # what it would have taken over is with the one before
+            groups.close()  # what it would have taken over still belongs to the generation before
         raise
     return groups
 
@@ -320,7 +323,7 @@ def _build_all(
 def _plain_group(
     store: dist.Store, rank: int, size: int, kind: dist.ProcessGroup.BackendType, device: str, backend: Any
 ) -> dist.ProcessGroup:
-    if isinstance(backend, dist.ProcessGroup):  # one written in Python
+    if isinstance(backend, dist.ProcessGroup):  # it is written in Python
         return backend
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(kind)

@@ -1,8 +1,8 @@
-"""The world of a job whose messages go between devices: what all ranks agree on is small, and goes between hosts.
+"""The group of all ranks, which connects hosts even where other groups connect devices.
 
-So no communicator of devices is ever as large as the job. Of more than ``FAN`` ranks nobody is connected with all
-others either: groups of so many ranks have a first one each, who are members of groups again, up to one
-(:class:`Tree`).
+What all ranks agree on is small, so it goes between hosts. Thus no communicator of devices is ever as large as the job.
+With more than ``FAN`` ranks no host is connected with all others either. The ranks form groups of at most ``FAN``; the
+first ranks of these form groups again, and so on up to a single group (:class:`Tree`).
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import torch.distributed as dist
 from odyssey_megatron.rebuild.abort import OPERATIONS, AbortableGroup, AbortableWork
 
 FAN = 32
-"""Members of a group of hosts at most: each is connected with all others of it."""
+"""The largest number of members in a group of hosts. Each of them is connected with all others of the group."""
 
 
 class StagedGroup(AbortableGroup):
-    """A group of hosts that takes tensors of a device: copies go to the host, and what they have become comes back.
+    """A group of hosts that takes tensors on a device: it works on host copies, and copies the results back.
 
-    The host waits for its device when an operation is posted. gloo itself takes a device's tensors for some collectives
-    only: of a message it would read the device's address. Source: torch 2.13 ``ProcessGroupGloo::send``.
+    The host waits for its device when an operation is posted. gloo itself takes device tensors only for some
+    collectives: for a message it would read from the device's address. Source: torch 2.13 ``ProcessGroupGloo::send``.
     """
 
     def post(self, operation: str, *args: Any, **kwargs: Any) -> AbortableWork:
         written = list[tuple[torch.Tensor, torch.Tensor]]()
         for options in (*args, *kwargs.values()):
             if isinstance(options, dist.BarrierOptions):
-                options.device = torch.device(
-                    "cpu"
-                )  # torch names the machine's accelerator where there is one
-        # All write to their first argument alone, but for messages, which are sent from there. To what is only read
-        # nothing is written, be it the same: it may have been kept for a backward pass, which would refuse that.
+                # torch would choose the machine's accelerator where there is one.
+                options.device = torch.device("cpu")
+        # All operations write to their first argument only, except that a send reads it. A tensor that is only read
+        # must not be written, even with the same values: if it was saved for a backward pass, that would fail.
         writes = operation != "send"
         on_host = (*_on_host(args[:1], written if writes else []), *_on_host(args[1:], []))
         work = super().post(operation, *on_host, **kwargs)
@@ -42,7 +41,7 @@ class StagedGroup(AbortableGroup):
 
 
 def _on_host(tree: Any, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """``tree`` with copies on the host in the place of a device's tensors, which are noted with them."""
+    """Return ``tree`` with host copies in place of device tensors. Each (tensor, copy) is appended to ``staged``."""
     if isinstance(tree, (list, tuple)):
         return type(tree)(_on_host(one, staged) for one in tree)
     if not isinstance(tree, torch.Tensor) or tree.device.type == "cpu":
@@ -58,7 +57,7 @@ class _StagedWork(AbortableWork):
 
     def wait(self, timeout: Any = None) -> bool:
         super().wait(timeout)
-        with torch.no_grad():  # as where a library writes by itself
+        with torch.no_grad():  # autograd does not see what a communication library writes, either
             for tensor, copy in self._staged:
                 tensor.copy_(copy.to(tensor.device))
         self._staged = []
@@ -66,7 +65,7 @@ class _StagedWork(AbortableWork):
 
 
 def groups_of(rank: int, size: int) -> list[range]:
-    """The groups of a tree of ``size`` that ``rank`` is in, from the leaves up: of each its members."""
+    """Return the members of each group that ``rank`` is in, in a tree of ``size`` ranks, from the leaves up."""
     found, apart = [], 1
     while apart < size and rank % apart == 0:
         first = rank - rank % (apart * FAN)
@@ -76,7 +75,10 @@ def groups_of(rank: int, size: int) -> list[range]:
 
 
 class Tree(dist.ProcessGroup):
-    """``groups[level]`` connects ``groups_of(rank, size)[level]``. Operations run while they are waited for."""
+    """A group of all ranks that is made of small groups.
+
+    ``groups[level]`` connects ``groups_of(rank, size)[level]``. An operation runs while it is waited for.
+    """
 
     def __init__(self, rank: int, size: int, groups: Sequence[Any]):
         super().__init__(rank, size)  # type: ignore[call-arg] # its stub lacks this one
@@ -125,7 +127,7 @@ class Tree(dist.ProcessGroup):
         return _Later(run)
 
     def _sum(self, tensors: list[torch.Tensor], opts: Any) -> None:
-        """Up to the group that joins all, and from there down: so all have the same bytes."""
+        """Reduce up to the top group, and broadcast down from there, so that all ranks have the same bytes."""
         for _, group in self._levels:
             group.allreduce(tensors, opts).wait()
         for members, group in reversed(self._levels):
@@ -133,7 +135,11 @@ class Tree(dist.ProcessGroup):
                 _from(group, 0, tensors)
 
     def _spread(self, tensors: list[torch.Tensor], root: int) -> None:
-        """Each group hears of it once: those that ``root`` is in, or one who stands for it, from there upwards."""
+        """Broadcast from ``root`` to all.
+
+        First upwards, through the groups that contain ``root`` or the rank that stands for it on that level; then down
+        through all other groups. Each group broadcasts once.
+        """
         below = []
         for members, group in self._levels:
             stands = root - root % members.step
@@ -145,7 +151,10 @@ class Tree(dist.ProcessGroup):
             _from(group, 0, tensors)
 
     def _collect(self, own: torch.Tensor, rooms: Sequence[torch.Tensor]) -> None:
-        """A sum of tables in which each has its own row: exact, as of all others' it has zeros."""
+        """Gather everyone's ``own`` into ``rooms``.
+
+        The ranks sum tables of bytes in which each has filled its own row only, so the sum is exact.
+        """
         row = own.detach().contiguous().reshape(-1).view(torch.uint8)
         table = torch.zeros(self._size, row.numel(), dtype=torch.uint8)
         table[self._rank] = row
@@ -186,7 +195,7 @@ for _name in OPERATIONS:
 
 
 class _Later(dist._Work):
-    """An operation of several parts, which run while it is waited for: where waiting can be left."""
+    """An operation of several parts, which run while it is waited for, since a wait can be left behind."""
 
     def __init__(self, run: Callable[[], None]):
         super().__init__()

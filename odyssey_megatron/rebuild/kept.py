@@ -1,11 +1,12 @@
-"""Communicators that outlive their generation: connecting takes seconds, and most know nothing of the dead rank.
+"""Communicators that outlive their generation, since connecting takes seconds and most do not include the dead rank.
 
-At a failure one that has something outstanding is aborted, also where no end of it is dead: whoever waits there may
-wait for one that waits for the dead. One that is clean on this rank (``abort.Use``) is laid by. All ranks tell each
-other which ones those are, and how much each has been given: what is clean with the same count on all its members is as
-good as new, and goes to a group of the same members, and with the same use, in the next generation. The others go.
+At a failure, a communicator with outstanding operations is aborted even if all its members live: one of them may wait
+for a rank that waits for the dead one. A communicator that is clean on this rank (``abort.Use``) is laid by. All ranks
+tell each other which communicators they have laid by, and how many operations each was given. One that is clean with
+the same count on all its members is as good as new. It goes to a group of the next generation that has the same members
+and the same use. The others are aborted.
 
-Where nobody has died nothing has to be asked: each goes on with the next operation of all its members.
+If nobody has died there is nothing to ask: each communicator goes on with the next operation of all its members.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
-    """One that is connected. ``name`` and ``number``: its first group's, and that one's generation's."""
+    """A connected communicator. ``name`` is that of its first group, and ``number`` that group's generation."""
 
     name: str
     number: int
@@ -38,19 +39,21 @@ class Communicator:
 
     @property
     def way(self) -> Channel | None:
-        """What it is connected for (``plan.groups.way_of``): messages that way, or what all do together."""
+        """The direction of messages that it is connected for (``plan.groups.way_of``). None: collectives."""
         return way_of(self.name)
 
     @property
     def mark(self) -> int:
-        """The same on all members that have been through the same with it."""
+        """A number that is the same on all members that have given this communicator the same number of operations."""
         text = f"{self.number}/{self.name}/{self.use.given}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def fitting(there: Iterable[Communicator], named: Mapping[str, Ranks]) -> dict[str, Communicator]:
-    """Those of ``named``, groups by their ranks, that can go on with one that is ``there``. All members of a group find
-    the same: what is there with these members, and is wanted with them, is the same for all of them.
+    """Return, by name, the communicators of ``there`` with which groups of ``named`` can go on.
+
+    ``named`` has the ranks of each group. All members of a group find the same: the communicators that exist among
+    these members, and the groups wanted among them, are the same for all of them.
     """
     free: dict[tuple[Ranks, Channel | None], list[Communicator]] = defaultdict(list)
     for one in sorted(there, key=lambda one: (one.number, one.name)):
@@ -61,7 +64,7 @@ def fitting(there: Iterable[Communicator], named: Mapping[str, Ranks]) -> dict[s
 
 
 class Spare:
-    """What this rank has laid by. For the thread that trains."""
+    """The communicators that this rank has laid by. For the training thread only."""
 
     def __init__(self) -> None:
         self._laid_by: list[Communicator] = []
@@ -72,8 +75,9 @@ class Spare:
     def take(
         self, named: Mapping[str, Ranks], world: dist.ProcessGroup, members: Ranks
     ) -> dict[str, Communicator]:
-        """Those of ``named``, groups by their ranks, that need not be connected anew. Collective over ``world``, of all
-        ``members``; whatever else is laid by goes.
+        """Return, by name, the communicators for those groups of ``named`` that need not be connected anew.
+
+        Collective over ``world``, the group of all ``members``. All other communicators that are laid by are aborted.
         """
         everywhere = _told(self._laid_by, world, members)
         laid_by, self._laid_by = self._laid_by, []
@@ -86,7 +90,7 @@ class Spare:
 
 
 def _told(laid_by: Sequence[Communicator], world: dist.ProcessGroup, members: Ranks) -> dict[int, set[int]]:
-    """Rank -> the marks of what it has laid by."""
+    """Return, for each rank, the marks of the communicators that it has laid by. Collective over ``world``."""
     most = torch.tensor([len(laid_by)])
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world)
     if not most:

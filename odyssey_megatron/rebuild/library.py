@@ -1,7 +1,7 @@
-"""The libraries that groups are connected with: gloo between hosts, NCCL between GPUs.
+"""The libraries that connect groups: gloo between hosts, NCCL between GPUs.
 
-On GPUs both: the group of all members lies between hosts (``rebuild/hosts.py``); with ``--odyssey-backend
-gloo`` all do.
+A job on GPUs uses both: the group of all members connects hosts (``rebuild/hosts.py``), the others connect GPUs. With
+``--odyssey-backend gloo`` all groups connect hosts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from odyssey_megatron.rebuild.rendezvous import ByKey, Rendezvous
 T = TypeVar("T")
 
 Connect = Callable[[Any, int, int, Channel | None], Any]
-"""(store, index in the group, size, see ``plan.groups.way_of``) -> torch's backend. Every rank of the group must call
-it; returns connected.
+"""A function (store, index in the group, size, way) -> torch's backend, connected. Every rank of a group must call it.
+
+The way is the direction of a channel's messages (``plan.groups.way_of``).
 """
 
 _TYPES = dist.ProcessGroup.BackendType
@@ -35,37 +36,40 @@ _LOOK_S = 0.001
 
 
 class Library(Protocol):
-    """One of them. ``device``, ``kind`` and ``type`` are what torch calls it. ``staged``: it connects hosts, and is
-    given tensors of devices all the same (``hosts.StagedGroup``).
-    """
+    """A library that connects groups. ``device``, ``kind`` and ``type`` are torch's names for it."""
 
     staged: bool
+    """Whether it connects hosts, but is given tensors on devices (``hosts.StagedGroup``)."""
     lingers: bool
-    """Some operation may be left in a group for a while after its end."""
+    """Whether an operation may be left in a group for a while after the group's end."""
     device: str
     kind: str
     type: Any
 
     @property
     def rendezvous(self) -> Callable[[dist.Store, str, int, int, Abort], dist.Store]:
-        """Of a group, for its connector: the job's store, what the group's keys begin with, index, size."""
+        """A function that makes the store of a group, for its connector.
+
+        It takes the job's store, the prefix of the group's keys, this rank's index in the group, the group's size, and
+        the abort that ends waits.
+        """
 
     @property
     def spare(self) -> Spare | None:
-        """What has outlived the generations so far; None where nothing does."""
+        """The communicators that have outlived a generation. None if this library keeps none."""
 
     def new_abort(self) -> Abort:
-        """For the groups of one generation."""
+        """Return a new abort for the groups of one generation."""
 
     def connector(self, abort: Abort) -> Connect:
-        """Makes backends that end with ``abort``."""
+        """Return a function that makes backends, which end with ``abort``."""
 
     def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
-        """What each builder returns, of groups by name. Raises what ``abort`` raises once fired."""
+        """Return the result of each builder, by the name of its group. Raises what ``abort`` raises once fired."""
 
 
 class Gloo:
-    """Implements Library."""
+    """gloo, between hosts. Implements Library."""
 
     device, kind, type = "cpu", "gloo", _TYPES.GLOO
     rendezvous = Rendezvous
@@ -95,12 +99,13 @@ class Gloo:
         return connect
 
     def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
-        # Side by side is no faster. The same order everywhere, or ranks would wait for one another in different groups.
+        # Building side by side is no faster. The order is the same on all ranks, or they would wait for one another in
+        # different groups.
         return {name: builders[name]() for name in sorted(builders)}
 
 
 class Hosts(Gloo):
-    """gloo beside another library, for groups of any size."""
+    """gloo beside another library, for groups of any size: those of more than ``hosts.FAN`` ranks become trees."""
 
     def connector(self, abort: Abort) -> Connect:
         connect = super().connector(abort)
@@ -118,7 +123,10 @@ class Hosts(Gloo):
 
 
 class Nccl:
-    """Implements Library. Not run in this project's tests, which have no GPU; ``tests/strict`` has its rules."""
+    """NCCL, between GPUs. Implements Library.
+
+    Not run in this project's tests, which have no GPU; ``tests/strict`` has its rules.
+    """
 
     device, kind, type = "cuda", "nccl", _TYPES.NCCL
     staged = lingers = False
@@ -126,7 +134,8 @@ class Nccl:
 
     def __init__(self, config: OdysseyConfig):
         self._config = config
-        # Of the thread that trains: others, such as those that build an offered generation, begin with device 0.
+        # The device of the training thread. Other threads, such as those that build an offered generation, begin with
+        # device 0.
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._beside: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.spare = Spare()
@@ -143,7 +152,7 @@ class Nccl:
             options.is_high_priority_stream = comes_first(way)
             backend = dist.ProcessGroupNCCL(store, rank, size, options)
             abort.adopt(backend, Use())
-            # Connect now, while the peers do, and not inside the first message of a step.
+            # Connect now, while the peers do, rather than in the first message of a step.
             backend.eager_connect_single_device(self._device)
             abort.connected(backend, may_be_given=False)
             if way is not None:
@@ -154,11 +163,14 @@ class Nccl:
         return connect
 
     def _first_message(self, backend: Any, rank: int, way: Channel) -> None:
-        """What messages need NCCL connects with the first one, in whose call the hosts wait for each other: programs,
-        which post receives ahead of what they send, would wait for ever. What collectives need comes with the first of
-        each kind, where all are taken to wait for one another anyway (``plan/queue.py``).
+        """Send or receive one number, so that NCCL connects what messages need.
+
+        NCCL does that in the call of the first message, in which the hosts wait for each other. Programs post receives
+        ahead of their sends, so they would wait for ever there. What collectives need is connected in the first one of
+        each kind, and all ranks are taken to wait for one another there anyway (``plan/queue.py``).
         """
-        # On a stream that waits for none of them: threads send others there meanwhile, in an order of their own.
+        # These messages have a stream of their own. Other threads send such messages at the same time, each in its own
+        # order, so the host waits for the work and not for the stream.
         with torch.cuda.device(self._device), torch.cuda.stream(self._beside):
             nothing = torch.zeros(1, device=self._device)
             source, target = way
@@ -171,17 +183,17 @@ class Nccl:
                 raise RuntimeError(str(error))
 
     def build_all(self, builders: Mapping[str, Callable[[], T]], abort: Abort) -> dict[str, T]:
-        # Side by side: none waits for another, and together they take as long as the longest.
+        # Side by side no builder waits for another, and all together take as long as the longest.
         assert isinstance(abort, NcclAbort)
         return abort.side_by_side(builders)
 
 
 def comes_first(way: Channel | None) -> bool:
-    """Whether a communicator is of those whose kernels come before others: the messages of lower ranks to higher ones.
+    """Return whether a communicator gets a stream of high priority: those for messages from lower to higher ranks do.
 
-    What counts is that the two ways between neighbours never share a stream. torch has 32 of each priority and gives
-    them to communicators in turn (2.13, ``c10/cuda/CUDAStream.h``), while some of these outlive failures. Were each way
-    in one stream with the other on both sides, both would wait to receive, and nobody could send.
+    The purpose is that the two ways between neighbours never share a stream. torch has 32 streams of each priority and
+    gives them to communicators in turn (2.13, ``c10/cuda/CUDAStream.h``), while some communicators outlive failures. If
+    the two ways shared a stream on both sides, both ranks could wait to receive, and neither could send.
     """
     return way == (0, 1)
 
@@ -189,7 +201,7 @@ def comes_first(way: Channel | None) -> bool:
 def _gloo_device() -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if not interface and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost", "::1"):
-        interface = "lo"  # by the host's name, as is gloo's default, it might listen on an outside address
+        interface = "lo"  # gloo's default, the host's name, might make it listen on an outside address
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()

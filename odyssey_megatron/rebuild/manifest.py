@@ -1,7 +1,7 @@
-"""What sender and receiver must have alike before anything is sent: names, shapes and types, in one order.
+"""Check, before anything is sent, that senders and receivers have the same tensors: names, shapes, types and order.
 
-Messages are bytes. A receiver with less room than is sent would be ended in native code, one whose tensors are others
-of the same size would train on with nonsense, and neither would say why.
+Messages are bytes. A receiver with less room than is sent would be ended in native code. A receiver with other tensors
+of the same total size would train on with nonsense. Neither would say why.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from odyssey_megatron.errors import TensorsDiffer
 
 Tensors = Mapping[str, torch.Tensor]
-"""By name; the order counts."""
+"""Tensors by name. The order counts."""
 
 _SHOWN_BYTES = 16384
-"""Of each rank's list, where they differ."""
+"""How much of each rank's list of tensors is shown when the lists differ."""
 
 
 def agree(
@@ -31,18 +31,19 @@ def agree(
     who: str,
     what: Callable[[int], str],
 ) -> None:
-    """All who have something at a place have the same there. Collective over ``group``: one small sum of all places.
+    """Check that all ranks with tensors at a place have the same there. Collective over ``group`` (one all-reduce).
 
     Args:
-        mine: by place, in ``range(places)``, of which most concern others.
-        who: this rank, as people call it.
-        what: says what is at a place.
+        mine: The tensors of this rank by place, a number in ``range(places)``. Most places concern other ranks only.
+        who: What people call this rank.
+        what: Says what is at a place.
 
     Raises:
-        TensorsDiffer: on all ranks alike, with the lists.
+        TensorsDiffer: On all ranks alike, with the lists.
     """
     lists = {place: _listed(tensors) for place, tensors in mine.items()}
-    # The largest and the negative of the smallest digest of a place; where nobody has anything, no digest at all.
+    # One maximum gives the largest digest of each place and, from the complement, the smallest. Where nobody has
+    # anything, both stay -1.
     extremes = torch.full((2, places), -1, dtype=torch.int64)
     for place, one in lists.items():
         value = _digest(one)
@@ -57,16 +58,16 @@ def agree(
 
 
 class Message(NamedTuple):
-    """A part of a layer on its way."""
+    """The identity of a message: one part of a layer, from worker ``source`` to worker ``target``."""
 
     layer: int
     source: int
     target: int
-    """Workers."""
+    """A worker, like ``source``."""
     number: int
-    """Among those from the one to the other."""
+    """The number of the transfer among those from ``source`` to ``target``."""
     place: int
-    """Of the cell."""
+    """``Cell.slot`` of the part."""
 
 
 def agree_on_messages(
@@ -77,19 +78,19 @@ def agree_on_messages(
     who: str,
     what: Callable[[Message], str],
 ) -> None:
-    """What is sent is what is waited for. Collective over ``group``: one sum of one number, whoever sends how much.
+    """Check that the messages sent are those that are waited for. Collective over ``group``.
 
-    Each message counts once where it is sent and once, negative, where it is received; a sum of random numbers that is
-    zero by chance is one in 2^62.
+    It sums a single number, however much is sent: the digest of each message counts once where it is sent, and once,
+    negative, where it is received. That digests which differ sum to zero by chance has a probability of one in 2^62.
 
     Args:
-        sent: by this rank, what each message is made of.
-        received: by this rank, what each is to fill.
-        who: this rank, as people call it.
-        what: says what a message is of.
+        sent: The tensors of each message that this rank sends.
+        received: The tensors that each message to this rank is to fill.
+        who: What people call this rank.
+        what: Says what a message contains.
 
     Raises:
-        TensorsDiffer: on all ranks alike, with the lists.
+        TensorsDiffer: On all ranks alike, with the lists.
     """
     rows = [(one, _digest(f"{one}\n{_listed(tensors)}")) for one, tensors in sent.items()]
     rows += [(one, -_digest(f"{one}\n{_listed(tensors)}")) for one, tensors in received.items()]
@@ -105,7 +106,7 @@ def agree_on_messages(
 
 
 def _differing(rows: list[tuple[Message, int]], group: dist.ProcessGroup) -> list[Message]:
-    """The messages that are not received as they are sent, ascending, from the ``rows`` of all ranks. Collective."""
+    """Return the messages that are not received as they are sent, ascending, from all ranks' ``rows``. Collective."""
     most = torch.tensor([len(rows)])
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     mine = torch.zeros((int(most), len(Message._fields) + 1), dtype=torch.int64)
@@ -133,7 +134,7 @@ def _listed(tensors: Tensors) -> str:
 
 
 def _gathered(text: str, group: dist.ProcessGroup) -> list[str]:
-    """Each rank's ``text``, as far as it is shown. Collective."""
+    """Return each rank's ``text``, cut to ``_SHOWN_BYTES``. Collective."""
     mine = torch.zeros(_SHOWN_BYTES, dtype=torch.uint8)
     said = text.encode()[:_SHOWN_BYTES]
     mine[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""How ``torch.distributed`` comes to know a group that it has not made: by its tables of groups."""
+"""Make a group known to ``torch.distributed`` that it has not made itself, by entering it in torch's tables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def register(
     store: dist.Store,
     ranks: dict[int, int],
 ) -> None:
-    """So that ``dist.all_reduce(tensor, group=group)`` finds it.
+    """Register ``group``, so that ``dist.all_reduce(tensor, group=group)`` finds it.
 
     Args:
-        ranks: global rank -> rank in ``group``.
+        ranks: Global rank -> rank in ``group``.
     """
-    torch_name: Any = name  # a NewType of torch's, from 2.13 on
+    torch_name: Any = name  # from torch 2.13 on the type is a NewType
     config = f"{device}:{backend}"
     if hasattr(c10d, "_register_pg_in_world"):
         c10d._register_pg_in_world(
@@ -34,7 +34,7 @@ def register(
             rank_mapping=ranks,
         )
         return
-    # Up to torch 2.12, which has no function for it. Source: _new_process_group_helper of torch 2.11.
+    # Up to version 2.12 torch has no function for this. Source: _new_process_group_helper of torch 2.11.
     world: Any = c10d._world
     world.pg_map[group] = backend, store
     world.pg_names[group] = name

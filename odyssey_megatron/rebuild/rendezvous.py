@@ -1,4 +1,4 @@
-"""The stores that the members of a group meet through while they connect. Waits end as soon as the generation does."""
+"""Stores through which the members of a group meet while they connect. Waits end as soon as the generation ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLL_S = (0.0003, 0.004)
 
 
 class Rendezvous(dist.Store):
-    """For gloo, which asks for its peers' values one by one, and waits in C++ for each.
+    """The store for gloo, which asks for its peers' values one by one, and waits in C++ for each.
 
     Here all peers' values come in one round trip: each rank publishes what it sets under its index in the group.
     """
@@ -29,7 +29,7 @@ class Rendezvous(dist.Store):
         self._values: dict[str, bytes] = {}
 
     def part(self, name: str, rank: int, size: int) -> Rendezvous:
-        """Of some of the members, among whom this rank has another index."""
+        """Return a store for some of the members. ``rank`` is this rank's index among them."""
         return Rendezvous(self._store, f"{self.prefix}/{name}", rank, size, self._abort)
 
     def set(self, key: str, value: Any) -> None:
@@ -55,7 +55,7 @@ class Rendezvous(dist.Store):
 
 
 class ByKey(dist.Store):
-    """For NCCL, of whose members one sets what the others get."""
+    """The store for NCCL, with which one member sets what the others get."""
 
     def __init__(self, store: dist.Store, prefix: str, rank: int, size: int, abort: Abort):
         super().__init__()
@@ -79,7 +79,12 @@ class ByKey(dist.Store):
 
 
 def wait_for(store: dist.Store, keys: list[str], timeout: timedelta | None, abort: Abort) -> None:
-    """Until all are there. Raises Superseded, PeerFailed."""
+    """Wait until all ``keys`` are in ``store``.
+
+    Raises:
+        Superseded: The generation ended first.
+        PeerFailed: Some are missing after ``timeout`` (60 s by default).
+    """
     timeout_s = timeout.total_seconds() if timeout else 60.0
     ends_s, (pause_s, longest_s) = time.monotonic() + timeout_s, _POLL_S
     while not store.check(keys):

@@ -1,5 +1,6 @@
-"""Moving layers: the state that new holders lack, from those who have it. Old holders keep theirs until a step is
-committed in the new generation, so an interrupted transfer loses nothing.
+"""Move layers: send new holders the state that they lack, from workers that have it.
+
+Old holders keep their state until a step is committed in the new generation, so an interrupted transfer loses nothing.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts, kept
 from odyssey_megatron.rebuild.manifest import Message, Tensors, agree, agree_on_messages
 
 TensorsOf = Callable[[int, int, Span], Tensors]
-"""Layer, part, and what of it -> all its tensors by name, in an order that is the same on every rank."""
+"""(layer, part, span of it) -> all its tensors by name, in an order that is the same on every rank."""
 
 
 class Way(NamedTuple):
-    """Of a part of a layer that moves, from or to this rank."""
+    """The way of one part of a layer that moves from or to this rank."""
 
     part: int
     slot: int
     """``Cell.slot`` of the rank that it goes to."""
     rank: int
-    """At the other end."""
+    """The rank at the other end."""
     where: dict[str, Any]
-    """How ``torch.distributed`` is told it."""
+    """The keyword arguments for ``torch.distributed`` that say through which group it goes."""
 
 
 class Moving:
-    """This worker's transfers under way, those that it sends and is sent; every part of a layer travels as one message.
+    """The transfers to and from this worker that are under way. Each part of a layer travels as one message.
 
     What is sent must not change before :meth:`finish` returns, and what is received is not there before. Methods raise
     what the group raises when the generation ends.
@@ -57,22 +58,23 @@ class Moving:
         filled: Callable[[int, int, Span, Tensors], None],
         checkpoint: Callable[[], None],
     ):
-        """Collective over ``world``, of all members, also of those that neither send nor receive anything.
+        """Begin the transfers. Collective over ``world``: also for members that neither send nor receive anything.
 
         Args:
-            transfers: of this worker, in an order that those at the other ends have, too.
-            ways: of a transfer, and its number among those from its source to its target: of its parts.
-            filled: is called with a layer, a part and a span of it whose tensors have come, and with these.
-            checkpoint: is called between layers.
+            transfers: Those from and to this worker, in an order that the workers at the other ends share.
+            world: The group of all members.
+            ways: Returns the ways of a transfer's parts, given its number among those of its source and target, too.
+            filled: Called with a layer, a part, a span of it, and its tensors, once these have come.
+            checkpoint: Called between layers. It may raise to end the transfers.
 
         Raises:
-            TensorsDiffer: before anything is sent, on all members alike.
+            TensorsDiffer: On all members alike, before anything is sent.
         """
         self._checkpoint, self._filled = checkpoint, filled
         self._sends: list[tuple[Any, torch.Tensor]] = []
         self._receives: list[tuple[Any, torch.Tensor, tuple[int, int, Span, Tensors]]] = []
         self.arriving: set[int] = set()
-        """Layers."""
+        """The layers of which something is still to be received."""
         ours: list[tuple[Transfer, Message, Way, Tensors]] = []
         numbers: dict[tuple[int, int], Iterator[int]] = defaultdict(count)
         for transfer in transfers:
@@ -90,7 +92,7 @@ class Moving:
             what=lambda message: layer_name(message.layer, num_layers),
         )
         for transfer, _, way, tensors in ours:
-            if not tensors:  # an embedding whose only weight is the head's, too
+            if not tensors:  # an embedding whose only weight is tied, and so belongs to another layer
                 if transfer.target == cell.worker:
                     filled(transfer.layer, way.part, transfer.span, tensors)
                 continue
@@ -104,7 +106,7 @@ class Moving:
                 self.arriving.add(layer)
 
     def finish(self) -> None:
-        """Returns when all has been sent and received."""
+        """Return when everything has been sent and received."""
         for work, flat, filled in self._receives:
             work.wait()
             unpack(flat, list(filled[-1].values()))
@@ -119,14 +121,15 @@ class Moving:
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 ROOM_BYTES = 2**29
-"""For weights on their way, at least. Those for which there is no room wait until the oldest are where they belong."""
+"""The least room for weights under way. If there is no room for more, the oldest are first put where they belong."""
 
 
 def _room_bytes(device: torch.device) -> int:
-    """As much as steps have needed besides what is here between them: activations, of which a step begins without any.
+    """Return the number of bytes that weights under way may take on this rank.
 
-    The allocator of the device knows it, and nobody waits for the device. What others have is no matter: who has no
-    room waits for weights alone.
+    It is what steps have needed at their peak beyond what is allocated now: mostly activations, and a step begins
+    without any. The allocator knows both numbers without waiting for the device. Other ranks may have other room: a
+    rank that has none waits for weights, but holds up nobody else.
     """
     if device.type != "cuda":
         return ROOM_BYTES
@@ -135,10 +138,12 @@ def _room_bytes(device: torch.device) -> int:
 
 
 class Spreading:
-    """Weights under way behind every step: the holders of a block, each of which has stepped some slices of its layers
-    first, gather all of them. Those who keep a slice, too, have stepped it themselves.
+    """The gathering of weights after every step, with the distributed optimizer.
 
-    They are under way while the next step begins: whoever needs those of a layer waits for them (:meth:`arrive`).
+    For each slice of a layer, one holder of the block (the slice's first owner) sends the weights that it has stepped
+    to all other holders. Other keepers of the slice have stepped it themselves, and ignore what comes.
+
+    The weights are under way while the next step begins; code that needs a layer waits for it (:meth:`arrive`).
     """
 
     def __init__(
@@ -152,17 +157,19 @@ class Spreading:
         weights_of: Callable[[int, int, Sequence[Span]], Tensors],
         arrived: Callable[[int, int, Sequence[Span], Tensors], None],
     ):
-        """Collective over ``world``, of all members, wherever some holders do not keep all optimizer state.
+        """Prepare the messages. Collective over ``world`` if the layout has keepers.
 
         Args:
-            buckets: the blocks of this worker, cut into what travels as one message: the same on all their holders.
-            holders_of: the group of a block's holders, from its first layer and the one behind its last, and a
-                ``Cell.slot`` of this rank; of each all ranks that have the same of it, and how many these are.
-            weights_of: of a layer, a part and spans of it, in place or in a copy.
-            arrived: is called with a layer, a part and spans whose weights have come, and with these.
+            buckets: The blocks of this worker, cut into pieces that travel as one message. The same on all holders.
+            world: The group of all members.
+            holders_of: Returns the group of a block's holders and, for each holder, the number of its ranks in it: all
+                those that have the same of the block. It is given the block's first layer, the layer behind its last
+                one, and a ``Cell.slot`` of this rank.
+            weights_of: Returns the weights of a layer, a part and spans of it, in place or as a copy.
+            arrived: Called with a layer, a part, spans of it, and their weights, once these have come.
 
         Raises:
-            TensorsDiffer: before anything is sent, on all members alike.
+            TensorsDiffer: On all members alike, before anything is sent.
         """
         self._weights_of, self._arrived = weights_of, arrived
         self._messages: list[_Message] = []
@@ -201,20 +208,23 @@ class Spreading:
 
     @property
     def has_part(self) -> bool:
-        """This rank sends or receives any."""
+        """Whether this rank sends or receives any weights."""
         return bool(self._messages)
 
     def __bool__(self) -> bool:
-        """Some are under way."""
+        """Whether weights are under way."""
         return bool(self._under_way)
 
     def begin(self) -> None:
-        """Sends what this rank has stepped. It must not change, and others' is not here, before :meth:`arrive`."""
+        """Begin to send the weights that this rank has stepped, and to receive those of others.
+
+        Before :meth:`arrive` the former must not change, and the latter are not here.
+        """
         room: int | None = None
         for message in self._messages:
             every = self._weights(message)
             sizes = [sum(one.nbytes for _, own in each for one in own.values()) for each in every]
-            # Each comes in pieces from all ranks of a cell that have the same.
+            # All ranks of a holder that have the same weights send a piece of them each.
             if not (length := max(-(-size // each) for size, each in zip(sizes, message.ranks, strict=True))):
                 continue
             some = next(one for each in every for _, own in each for one in own.values())
@@ -227,32 +237,32 @@ class Spreading:
             mine = gathered.new_zeros(message.ranks[index] * length)
             if sizes[index]:
                 mine[: sizes[index]] = packed([one for _, own in every[index] for one in own.values()])
-            # Not into a list: NCCL's backend would gather into as much memory again, and copy.
+            # Gathered into one tensor: for a list of tensors NCCL's backend would use as much memory again, and copy.
             own = mine[piece * length : (piece + 1) * length]
             work = _all_gather(gathered.view(-1), own, group=message.group, async_op=True)
             self._under_way.append(_UnderWay(message, work, gathered))
 
     def arrive(self, layer: int) -> None:
-        """Returns when the weights of ``layer`` are here."""
+        """Return when the weights of ``layer`` are here."""
         due = [one for one in self._under_way if layer in one.message.layers]
         for one in due:
             self._under_way.remove(one)
             self._end(one)
 
     def finish(self) -> None:
-        """Returns when all weights are here, and those of this rank may change."""
+        """Return when all weights are here. From then on those of this rank may change."""
         while self._under_way:
             self._end(self._under_way.popleft())
 
     def _weights(self, message: _Message) -> list[list[tuple[tuple[int, Span], Tensors]]]:
-        """Of each holder (layer, span) and the weights of those slices of which it is the first owner."""
+        """Return, for each holder, (layer, span) and the weights of each slice of which it is the first owner."""
         return [
             [((layer, span), self._weights_of(layer, message.part, [span])) for layer, span in own]
             for own in message.stepped
         ]
 
     def _end(self, one: _UnderWay) -> int:
-        """It is where it belongs; gives the bytes that were kept for it."""
+        """Wait for a message, and put its weights where they belong. Returns the number of bytes freed."""
         one.work.wait()
         rows = torch.split(one.gathered, [*one.message.ranks])
         for each, flat in zip(self._weights(one.message), [row.reshape(-1) for row in rows], strict=True):
@@ -267,17 +277,17 @@ class Spreading:
 
 
 class _Message(NamedTuple):
-    """Of one bucket."""
+    """What one gathering of a bucket consists of, for one part."""
 
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """Of each holder, in the group."""
+    """The number of ranks in the group, for each holder."""
     part: int
     layers: frozenset[int]
     stepped: list[list[tuple[int, Span]]]
-    """Of each holder, the slices of which it is the first owner."""
+    """For each holder, the slices (layer, span) of which it is the first owner."""
     keeps: set[tuple[int, Span]]
-    """What this worker has stepped itself."""
+    """The slices (layer, span) that this worker keeps, and so has stepped itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,13 +299,15 @@ class _UnderWay:
 
 
 def places(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """(holder, number among its own) of each rank of a group, in which each holder has so many ``ranks``."""
+    """Return (holder, index among the holder's ranks) for each rank of a group. ``ranks`` has each holder's number."""
     return [(holder, number) for holder, count in enumerate(ranks) for number in range(count)]
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All bytes of ``tensors`` in one 1-D uint8 tensor. It is on their device, to which those on the host are copied:
-    torch's Adam counts its steps there.
+    """Return all bytes of ``tensors`` in one 1-D uint8 tensor.
+
+    It is on the device of those tensors that are on one. Tensors on the host are copied there, such as the step counts
+    of torch's Adam.
     """
     every = [one.detach() for one in tensors]
     device = next((one.device for one in every if one.device.type != "cpu"), torch.device("cpu"))
@@ -303,8 +315,9 @@ def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Copies ``flat`` back into ``tensors``; they may start at any byte, hence the clone (alignment). For one on the
-    host it waits until ``flat`` has come.
+    """Copy ``flat``, a 1-D uint8 tensor, back into ``tensors``. If one of these is on the host, wait until it has come.
+
+    A tensor may start at any byte of ``flat``; the clone aligns it.
     """
     at = 0
     with torch.no_grad():

@@ -54,10 +54,10 @@ class FollowingGroup(dist.ProcessGroup):
 
 
 class LivingWorld(FollowingGroup):
-    """The default group.
+    """The default group, which consists of the living ranks.
 
-    Outside of common work (see :meth:`inside`) an operation is a piece of common work itself: complete when it returns,
-    and repeated with the survivors if a failure cuts it short.
+    Outside of common work (see :meth:`inside`) each operation is itself a piece of common work: it is complete when it
+    returns, and if a failure cuts it short it is repeated with the survivors.
     """
 
     def __init__(self, rank: int, size: int, device: str):
@@ -191,7 +191,7 @@ def become_default(rank: int, size: int, device: str) -> LivingWorld:
     for group, ranks in list(c10d._world.pg_group_ranks.items()):
         if group is world or isinstance(ranks, _WithinCell):
             continue
-        if isinstance(group, dist.ProcessGroup):  # torch notes the absent as a number
+        if isinstance(group, dist.ProcessGroup):  # groups without this rank are numbers in torch's table
             c10d._world.pg_group_ranks[group] = _WithinCell(group.size())
     c10d._update_default_pg(world)
     return world
