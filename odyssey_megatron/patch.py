@@ -47,7 +47,7 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class FileChange:
     """One file before and after."""
 
     path: Path
@@ -82,7 +82,7 @@ def data() -> Path:
     return next(one for one in (package / "patches", package.parent / "patches") if one.is_dir())
 
 
-def install(checkout: Path) -> tuple[Change, ...]:
+def install(checkout: Path) -> tuple[FileChange, ...]:
     """Return the changes that installing would make: none if all is installed. Raises ConfigError."""
     changes = []
     for insertion in _patch_for(checkout).insertions:
@@ -92,7 +92,7 @@ def install(checkout: Path) -> tuple[Change, ...]:
     return _changed(changes)
 
 
-def uninstall(checkout: Path) -> tuple[Change, ...]:
+def uninstall(checkout: Path) -> tuple[FileChange, ...]:
     """Return the changes that uninstalling would make, whatever tag the lines are for. Raises ConfigError."""
     _version(checkout)
     names = sorted({one.file for patch in supported() for one in patch.insertions})
@@ -116,10 +116,10 @@ def status(checkout: Path) -> list[str]:
     return lines
 
 
-def write(changes: Sequence[Change]) -> None:
+def write(changes: Sequence[FileChange]) -> None:
     """Carry out all changes or none. Raises ConfigError."""
-    ready: list[tuple[Change, str]] = []
-    done: list[Change] = []
+    ready: list[tuple[FileChange, str]] = []
+    done: list[FileChange] = []
     try:
         ready += ((change, _write_beside(change.path, change.after)) for change in changes)
         for change, temporary in ready:
@@ -134,7 +134,7 @@ def write(changes: Sequence[Change]) -> None:
             os.unlink(temporary)
 
 
-def diff(changes: Sequence[Change]) -> bytes:
+def diff(changes: Sequence[FileChange]) -> bytes:
     """Return the changes as a diff that ``git apply`` takes."""
     return b"".join(row for change in changes for row in _diff(change))
 
@@ -250,11 +250,11 @@ def _bare(row: bytes) -> bytes:
     return row.rstrip(b"\r\n")
 
 
-def _change(checkout: Path, name: str, before: bytes, after: bytes) -> Change:
-    return Change(path=(checkout / name).resolve(), name=name, before=before, after=after)
+def _change(checkout: Path, name: str, before: bytes, after: bytes) -> FileChange:
+    return FileChange(path=(checkout / name).resolve(), name=name, before=before, after=after)
 
 
-def _changed(changes: Sequence[Change]) -> tuple[Change, ...]:
+def _changed(changes: Sequence[FileChange]) -> tuple[FileChange, ...]:
     return tuple(change for change in changes if change.before != change.after)
 
 
@@ -271,7 +271,7 @@ def _write_beside(path: Path, text: bytes) -> str:
     return temporary
 
 
-def _diff(change: Change) -> Iterator[bytes]:
+def _diff(change: FileChange) -> Iterator[bytes]:
     before, after = (text.splitlines(keepends=True) for text in (change.before, change.after))
     names = (f"a/{change.name}".encode(), f"b/{change.name}".encode())
     for row in difflib.diff_bytes(difflib.unified_diff, before, after, *names):

@@ -36,7 +36,7 @@ from odyssey_megatron.metrics.run import read_run, summary, text_summary
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.studies.trace import Trace, read_trace
+from odyssey_megatron.studies.trace import FailureTrace, read_trace
 from odyssey_megatron.watch import page as watch_page
 from odyssey_megatron.watch.exposition import exposition
 from odyssey_megatron.watch.screen import frame
@@ -332,7 +332,7 @@ def test_traces(examples):
             return
 
     fuzz(examples, TRACES, test)
-    assert all(isinstance(one, Trace) and 0 < one.duration_s < math.inf for one in read)
+    assert all(isinstance(one, FailureTrace) and 0 < one.duration_s < math.inf for one in read)
     assert read
 
 

@@ -26,7 +26,7 @@ RECENT = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class LevelShift:
     """A level that has risen by more than half of the shift looked for, and is still up at the end."""
 
     since: int
@@ -46,7 +46,7 @@ def noise(series: list[Floats]) -> float:
     return max(_LEAST_NOISE, float(np.median(each)) if each else 0.0)
 
 
-def raised(values: Floats, noise: float, least: float = LEAST) -> Shift | None:
+def raised(values: Floats, noise: float, least: float = LEAST) -> LevelShift | None:
     """Return the shift if ``values``, which usually are around zero, end at a level raised by ``least``; else None.
 
     A level that has come down again is no shift.
@@ -64,4 +64,4 @@ def raised(values: Floats, noise: float, least: float = LEAST) -> Shift | None:
     if found < 0:
         return None
     recent = values[max(shift_at, len(values) - RECENT) :]
-    return Shift(since=shift_at, found=found, log_ratio=float(np.median(recent)))
+    return LevelShift(since=shift_at, found=found, log_ratio=float(np.median(recent)))

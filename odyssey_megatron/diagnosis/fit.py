@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians
+from odyssey_megatron.diagnosis.timings import Floats, TimedWork, Timings, medians
 
 _ROUNDS = 4
 """Number of rounds of fitting costs and speeds in turn. The second changes little, and the fourth nothing visible."""
@@ -25,19 +25,19 @@ _HUBER = 0.03
 class Fit:
     """The model of a window of steps."""
 
-    costs: dict[Piece, tuple[float, float]]
+    costs: dict[TimedWork, tuple[float, float]]
     """Piece -> (alpha, beta): seconds per token, and per squared length."""
     speeds: dict[int, float]
     """Worker -> its speed over the whole window; 1.0 is healthy."""
     log_ratio: Floats
     """For each row, the log of its time over its cost on a healthy worker."""
-    alone: frozenset[Piece]
+    alone: frozenset[TimedWork]
     """Pieces that only one worker has computed: if it is slow they look expensive."""
 
 
 def fit(
     timings: Timings,
-    known: Mapping[Piece, tuple[float, float]] | None = None,
+    known: Mapping[TimedWork, tuple[float, float]] | None = None,
     slow: Collection[int] = (),
 ) -> Fit:
     """Fit costs and speeds in turn.

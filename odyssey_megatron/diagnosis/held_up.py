@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, Shift, noise, raised
+from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, LevelShift, noise, raised
 from odyssey_megatron.diagnosis.timings import Floats
 from odyssey_megatron.diagnosis.verdicts import LEAST_STEPS, SLOW_WORKER, Diagnosis, Verdict, lower_median
 
@@ -62,7 +62,7 @@ def with_held_up(diagnosis: Diagnosis, rows: Iterable[HeldUp], known: Collection
     return _with_all_slower(diagnosis, common, steps)
 
 
-def _shift(own: Floats, usual: float, *, is_known: bool) -> Shift | None:
+def _shift(own: Floats, usual: float, *, is_known: bool) -> LevelShift | None:
     """Return the shift in a worker's log ratios ``own``; None if there is none.
 
     ``is_known``: the worker was slow before, perhaps for the whole window, so that it is compared with others only.
@@ -85,7 +85,7 @@ def _shift(own: Floats, usual: float, *, is_known: bool) -> Shift | None:
 
 
 def _with(
-    diagnosis: Diagnosis, worker: int, shift: Shift, steps: list[int], latest: float | None
+    diagnosis: Diagnosis, worker: int, shift: LevelShift, steps: list[int], latest: float | None
 ) -> Diagnosis:
     """Return ``diagnosis`` with a verdict on ``worker``, with both factors if its CPU time is slow as well."""
     before = next((one for one in diagnosis.verdicts if one.worker == worker), None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, Shift, noise, raised
+from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, LevelShift, noise, raised
 from odyssey_megatron.diagnosis.timings import Floats
 
 SLOW_LINK, SLOW_NETWORK, SLOW_SUMS = "slow link", "slow network", "slow sums"
@@ -217,7 +217,7 @@ def _has_risen(common: Floats) -> bool:
     return _raised(common - np.quantile(common, 0.25), noise([common])) is not None
 
 
-def _raised(values: Floats, noise: float) -> Shift | None:
+def _raised(values: Floats, noise: float) -> LevelShift | None:
     return raised(values, noise, max(_LEAST, _CLEAR * noise))
 
 

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 
-class Piece(NamedTuple):
+class TimedWork(NamedTuple):
     """A piece of work: layers ``[first, last)`` in one direction; or, without layers, work that all ranks do alike."""
 
     first: int
@@ -29,7 +29,7 @@ class Timing:
 
     step: int
     worker: int
-    piece: Piece
+    piece: TimedWork
     seconds: float
     tokens: float = 1.0
     squares: float = 0.0
@@ -49,7 +49,7 @@ class Timings:
 
     steps: tuple[int, ...]
     workers: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TimedWork, ...]
     step: Numbers
     worker: Numbers
     piece: Numbers

@@ -18,7 +18,7 @@ from odyssey_megatron.diagnosis.change import FALSE_ALARM_STEPS, RECENT, noise, 
 from odyssey_megatron.diagnosis.fit import Fit, fit
 from odyssey_megatron.diagnosis.links import Links
 from odyssey_megatron.diagnosis.steps import StepTimes
-from odyssey_megatron.diagnosis.timings import Floats, Piece, Timings, medians, within
+from odyssey_megatron.diagnosis.timings import Floats, TimedWork, Timings, medians, within
 
 SLOW_WORKER, UNEVEN_STAGE = "slow worker", "uneven stage"
 _MUCH = 1.1
@@ -58,7 +58,7 @@ class Diagnosis:
     """The result of a window of steps."""
 
     verdicts: tuple[Verdict, ...] = ()
-    costs: Mapping[Piece, tuple[float, float]]
+    costs: Mapping[TimedWork, tuple[float, float]]
     """Cost of each piece on a healthy worker; see ``Fit.costs``."""
     factors: Mapping[int, float] = field(default_factory=dict)
     """Worker -> its time relative to the same work elsewhere, by its last measured steps."""
@@ -81,7 +81,7 @@ class Diagnosis:
 
 def diagnose(
     timings: Timings,
-    known: Mapping[Piece, tuple[float, float]] | None = None,
+    known: Mapping[TimedWork, tuple[float, float]] | None = None,
     slower: Mapping[int, float] = _NOBODY,
 ) -> Diagnosis:
     """Return what makes the steps of ``timings`` slower than they need to be.
@@ -175,7 +175,9 @@ def _common(series: Floats, is_slow: NDArray[np.bool_]) -> Floats:
     return np.array([lower_median(column) for column in np.where(nobody, series, others).T])
 
 
-def _healthy_costs(timings: Timings, found: Fit, slow: Collection[int]) -> dict[Piece, tuple[float, float]]:
+def _healthy_costs(
+    timings: Timings, found: Fit, slow: Collection[int]
+) -> dict[TimedWork, tuple[float, float]]:
     """Return the costs by the median of all workers that are not slow, where the fit went by the faster half."""
     healthy = ~np.isin(np.array(timings.workers)[timings.worker], list(slow))
     pieces, levels = medians(found.log_ratio[healthy], timings.piece[healthy])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.doctor import communicators, environment, flags, launch_line, megatron, packages
-from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Package, Row
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Host, Job, Package
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import printable
 from odyssey_megatron.launch import leftovers
@@ -91,7 +91,7 @@ def _judge(named: str, checkout: Path | None, more: Sequence[str], *, as_json: b
     return 0 if verdict.starts else 1
 
 
-def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
+def diagnose(checkout: Path | None, job: Job, host: Host) -> list[CheckRow]:
     """Return all rows. Raises ConfigError if ``checkout`` is not a Megatron-LM checkout."""
     source = Source((*([checkout] if checkout else ()), *_installed()))
     if checkout is not None and not (checkout / "megatron").is_dir():
@@ -101,7 +101,7 @@ def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
     if source.version() is None:
         missing = "neither there nor installed" if checkout else "not installed"
         remedy = "Name a Megatron-LM checkout: odyssey doctor PATH; or pip install megatron-core."
-        found = [Row(area="Megatron", name="megatron-core", state=PROBLEM, found=missing, remedy=remedy)]
+        found = [CheckRow(area="Megatron", name="megatron-core", state=PROBLEM, found=missing, remedy=remedy)]
         needed = {}
     else:
         found = list(megatron.rows(source, checkout, host))
@@ -114,7 +114,7 @@ def diagnose(checkout: Path | None, job: Job, host: Host) -> list[Row]:
     return found
 
 
-def render(rows: Sequence[Row], *, everything: bool = False) -> str:
+def render(rows: Sequence[CheckRow], *, everything: bool = False) -> str:
     """Return the rows for people: by area, problems first, each with its remedy below.
 
     Rows that are fine are only counted, unless ``everything`` is set.

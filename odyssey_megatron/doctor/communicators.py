@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.doctor.rows import OK, Host, Job, Row
+from odyssey_megatron.doctor.rows import OK, CheckRow, Host, Job
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.plan.communicators import Needs, communicators
 from odyssey_megatron.plan.costs import Costs, LayerCost
@@ -21,7 +21,7 @@ _NO_COSTS = LayerCost(
 )  # fmt: skip
 
 
-def rows(host: Host, job: Job) -> Iterator[Row]:
+def rows(host: Host, job: Job) -> Iterator[CheckRow]:
     """Yield the number of communicators of a job on GPUs, in the launch line's layout with all ranks alive.
 
     The number of layers of a stage makes no difference, so it has one.
@@ -59,7 +59,7 @@ def rows(host: Host, job: Job) -> Iterator[Row]:
     nodes = dict.fromkeys(layout.workers, 0)
     found = communicators(Needs(with_shadows(layout, None, nodes, job.config.least_holders, nothing)), cell)
     told = f"{found.held}; at the start {found.connected}"
-    yield Row(area=AREA, name=f"{known or ''} pipelines of {stages}".strip(), state=OK, found=told)
+    yield CheckRow(area=AREA, name=f"{known or ''} pipelines of {stages}".strip(), state=OK, found=told)
 
 
 def _size(job: Job, flag: str, default: int = 1) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Row
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Host, Job
 
 _IB_TIMEOUT, _IB_RETRIES = 20, 7
 """NCCL's defaults. Source: NCCL user guide, NCCL_IB_TIMEOUT (since 2.23) and NCCL_IB_RETRY_CNT."""
@@ -16,7 +16,7 @@ _BLACKWELL = re.compile(r"\bG?B[123]\d\d\b|Blackwell")
 """Matches the names of GPUs to which Megatron's ``get_device_arch_version() < 10`` does not apply."""
 
 
-def rows(host: Host, job: Job, *, patched: bool) -> Iterator[Row]:
+def rows(host: Host, job: Job, *, patched: bool) -> Iterator[CheckRow]:
     """Yield what the environment means for ``job``.
 
     Args:
@@ -37,8 +37,8 @@ def rows(host: Host, job: Job, *, patched: bool) -> Iterator[Row]:
     yield _max_connections(host, job)
 
 
-def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
-    return Row(area="environment", name=name, state=state, found=found, remedy=remedy)
+def _row(name: str, state: str, found: str, remedy: str = "") -> CheckRow:
+    return CheckRow(area="environment", name=name, state=state, found=found, remedy=remedy)
 
 
 def _number(text: str) -> int | None:
@@ -46,7 +46,7 @@ def _number(text: str) -> int | None:
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
-def _launcher(host: Host, patched: bool) -> Row:
+def _launcher(host: Host, patched: bool) -> CheckRow:
     if "TORCHELASTIC_RUN_ID" not in host.environ:
         return _row("launcher", OK, "not inside of torchrun")
     if patched:
@@ -59,7 +59,7 @@ def _launcher(host: Host, patched: bool) -> Row:
     )  # fmt: skip
 
 
-def _slurm(host: Host) -> Row:
+def _slurm(host: Host) -> CheckRow:
     name = "srun --kill-on-bad-exit"
     if "SLURM_JOB_ID" not in host.environ:
         return _row(name, OK, "not inside of a SLURM job")
@@ -76,7 +76,7 @@ def _slurm(host: Host) -> Row:
     )
 
 
-def _gloo_interface(host: Host) -> Row:
+def _gloo_interface(host: Host) -> CheckRow:
     name = "GLOO_SOCKET_IFNAME"
     nodes = _number(host.environ.get("SLURM_JOB_NUM_NODES", "")) or 1
     chosen = [one for one in host.environ.get(name, "").split(",") if one]
@@ -90,7 +90,7 @@ def _gloo_interface(host: Host) -> Row:
     return _row(name, OK, ",".join(chosen) or "unset, on one node")
 
 
-def _gpu(host: Host) -> Row:
+def _gpu(host: Host) -> CheckRow:
     if host.has_gpu:
         return _row("GPU", OK, "NVIDIA driver loaded")
     return _row(
@@ -99,7 +99,7 @@ def _gpu(host: Host) -> Row:
     )  # fmt: skip
 
 
-def _error_handling(host: Host) -> Row:
+def _error_handling(host: Host) -> CheckRow:
     names = (
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "NCCL_ASYNC_ERROR_HANDLING",
@@ -116,7 +116,7 @@ def _error_handling(host: Host) -> Row:
     )  # fmt: skip
 
 
-def _monitor(host: Host, job: Job) -> Row:
+def _monitor(host: Host, job: Job) -> CheckRow:
     name = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
     if host.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0").lower() in ("0", "n", "no", "false", "off"):
         return _row("TORCH_NCCL_ENABLE_MONITORING", OK, "off")
@@ -130,25 +130,25 @@ def _monitor(host: Host, job: Job) -> Row:
     )  # fmt: skip
 
 
-def _nvls(host: Host) -> Row:
+def _nvls(host: Host) -> CheckRow:
     name = "NCCL_NVLS_ENABLE"  # 'odyssey run' sets 0
     why = "communicators with NVLink SHARP are known to hang when aborted"
     return _off(host, name, "0", why, f"unset {name}")
 
 
-def _launch_order(host: Host) -> Row:
+def _launch_order(host: Host) -> CheckRow:
     name = "NCCL_LAUNCH_ORDER_IMPLICIT"
     why = "below CUDA 12.3 one kernel runs at a time, and pipelines of three stages would hang"
     return _off(host, name, "0", why, f"unset {name}; docs/devices.md has the reason.")
 
 
-def _off(host: Host, name: str, default: str, why: str, remedy: str) -> Row:
+def _off(host: Host, name: str, default: str, why: str, remedy: str) -> CheckRow:
     """Return the row of a variable that should be 0."""
     value = host.environ.get(name) or default
     return _row(name, OK, "0") if value == "0" else _row(name, WARNING, f"{value}: {why}", remedy)
 
 
-def _ib_timeout(host: Host, job: Job) -> Row:
+def _ib_timeout(host: Host, job: Job) -> CheckRow:
     name = "NCCL_IB_TIMEOUT"
     values = [
         host.environ.get(one, str(default))
@@ -169,7 +169,7 @@ def _ib_timeout(host: Host, job: Job) -> Row:
     )  # fmt: skip
 
 
-def _max_connections(host: Host, job: Job) -> Row:
+def _max_connections(host: Host, job: Job) -> CheckRow:
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     value = host.environ.get(name)
     if value == "1":

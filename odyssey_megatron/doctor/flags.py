@@ -10,7 +10,7 @@ from typing import Any
 
 from odyssey_megatron import patch
 from odyssey_megatron.config import OdysseyConfig, config_from_argv, flag_of
-from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Job, Row
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Job
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import refusals
 
@@ -38,7 +38,7 @@ def known_to(version: str | None) -> dict[str, tuple[str, Any]]:
     return {flag: found for tag in tags for flag, found in recorded(tag).items()}
 
 
-def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.Parser, list[str]]:
+def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.MegatronParser, list[str]]:
     """Return ``flags`` as a job of ``version`` would parse them, its parser, and those that are not Megatron's.
 
     No default is known here: whatever is on the line counts as given.
@@ -48,7 +48,7 @@ def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.
     names = (one.partition("=")[0] for one in flags)
     spelled = {known[name][0]: [name] for name in names if name in known}
     defaults = dict.fromkeys(vars(args), _NOT_GIVEN)
-    return args, refusals.Parser(flags=spelled, defaults=defaults, version=version or ""), strange
+    return args, refusals.MegatronParser(flags=spelled, defaults=defaults, version=version or ""), strange
 
 
 def settings(flags: Sequence[str]) -> tuple[OdysseyConfig, list[str]]:
@@ -78,7 +78,7 @@ def _can_be(*words: str) -> bool:
     return True
 
 
-def rows(job: Job, version: str | None) -> Iterator[Row]:
+def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
     """Yield a row for each flag that a job would say something about. ``--odyssey observe`` would only say it."""
     args, parser, strange = looked_at(job.flags, version)
     state = WARNING if job.config.mode == "observe" else PROBLEM
@@ -104,5 +104,5 @@ def rows(job: Job, version: str | None) -> Iterator[Row]:
 _NOT_GIVEN = object()
 
 
-def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
-    return Row(area="flags", name=name, state=state, found=found, remedy=remedy)
+def _row(name: str, state: str, found: str, remedy: str = "") -> CheckRow:
+    return CheckRow(area="flags", name=name, state=state, found=found, remedy=remedy)

@@ -11,7 +11,7 @@ from typing import Any
 
 from odyssey_megatron import codec
 from odyssey_megatron.doctor.flags import BARE, known_to, looked_at, settings
-from odyssey_megatron.doctor.launch_script import UNKNOWN, Line, launch_line
+from odyssey_megatron.doctor.launch_script import UNKNOWN, LaunchCommand, launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import read_text
 from odyssey_megatron.upstream import refusals
@@ -19,7 +19,7 @@ from odyssey_megatron.upstream.refused import TRIED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class LineVerdict:
     """What becomes of a job under ``--odyssey``, as far as its flags say."""
 
     refused: dict[str, str]
@@ -73,7 +73,7 @@ class Verdict:
         return "\n".join(lines)
 
 
-def judged(flags: Sequence[str], version: str | None = None, script: str = "") -> Verdict:
+def judged(flags: Sequence[str], version: str | None = None, script: str = "") -> LineVerdict:
     """Return what a job of ``script`` with ``flags`` would say.
 
     Raises ConfigError if one of Odyssey's own flags is wrong.
@@ -84,7 +84,7 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
     distributed = bool(getattr(args, "use_distributed_optimizer", False))
     name = os.path.basename(script)
     other = refusals.script_refused(script)
-    return Verdict(
+    return LineVerdict(
         refused=({name: other} if other else {})
         | refusals.reasons(args, parser, config.accepted, strict=config.is_strict),
         ignored=({} if config.is_strict else ignored) | dict(config.without_effect(distributed=distributed)),
@@ -107,7 +107,7 @@ def _unread(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> Itera
             yield "$(...)" if word == UNKNOWN else word
 
 
-def read_job(named: str) -> Line:
+def read_job(named: str) -> LaunchCommand:
     """Return the launch line in the file ``named``. ``FILE:NAME`` is one of several cases in the file.
 
     Raises ConfigError.
@@ -128,7 +128,7 @@ def read_job(named: str) -> Line:
             raise ValueError(
                 f"it has {len(cases)} cases: name one, as {path}:{next(iter(named_cases), 'NAME')}"
             )
-        return Line("", case_flags(named_cases[name] if name else cases[0]))
+        return LaunchCommand("", case_flags(named_cases[name] if name else cases[0]))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"--job {named}: {str(error).removesuffix('.')}.") from None
 

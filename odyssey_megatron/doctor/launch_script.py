@@ -28,7 +28,7 @@ _MOST_WORDS = 100_000
 Variables = dict[str, list[str]]
 
 
-class Line(NamedTuple):
+class LaunchCommand(NamedTuple):
     """The words of a command that starts a job."""
 
     script: str
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     """What stands before the script: what Slurm is told, in the file's comments and by srun, and then torchrun."""
 
 
-def launch_line(text: str) -> Line:
+def launch_line(text: str) -> LaunchCommand:
     """Return the Python script that a shell script runs, with its arguments; of several, the one with most flags.
 
     Args:
@@ -70,7 +70,7 @@ def _told_slurm(text: str) -> list[str]:
     return [word for line in _SBATCH.findall(text) for word in line.split("#")[0].split()]
 
 
-def _launches(text: str, variables: Variables, before: list[str], depth: int = 0) -> Iterator[Line]:
+def _launches(text: str, variables: Variables, before: list[str], depth: int = 0) -> Iterator[LaunchCommand]:
     """Yield each Python script that is run with flags."""
     for command in _commands(text, variables):
         words = list(_expanded(command, variables))
@@ -83,7 +83,7 @@ def _launches(text: str, variables: Variables, before: list[str], depth: int = 0
                     for part in (one.split() if one[:2] == "--" else [one])
                 ]
                 if _number_of_flags(arguments):
-                    yield Line(word, arguments, [*before, *words[:position]])
+                    yield LaunchCommand(word, arguments, [*before, *words[:position]])
                 break
             if ".py" in word and len(word.split()) > 1 and depth < 3:  # a command in quotes, as for sh -c
                 yield from _launches(word, variables, [*before, *words[:position]], depth + 1)

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from odyssey_megatron import patch
-from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Row
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Host
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import compat, seams
 from odyssey_megatron.upstream.seam_table import SEAMS
 from odyssey_megatron.upstream.source import Source
 
 
-def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[Row]:
+def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[CheckRow]:
     """Yield everything about the Megatron in ``source``, which has a megatron.core.
 
     Args:
@@ -49,11 +49,11 @@ def is_patched(checkout: Path | None) -> bool:
         return False
 
 
-def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
-    return Row(area="Megatron", name=name, state=state, found=found, remedy=remedy)
+def _row(name: str, state: str, found: str, remedy: str = "") -> CheckRow:
+    return CheckRow(area="Megatron", name=name, state=state, found=found, remedy=remedy)
 
 
-def _version(version: str) -> Row:
+def _version(version: str) -> CheckRow:
     if version in compat.TESTED:
         return _row("megatron-core", OK, f"{version}, tested")
     known = [one.tag for one in patch.supported() if one.version == version]
@@ -64,7 +64,7 @@ def _version(version: str) -> Row:
     )  # fmt: skip
 
 
-def _python(checkout: Path, host: Host) -> Iterator[Row]:
+def _python(checkout: Path, host: Host) -> Iterator[CheckRow]:
     try:
         wanted = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["requires-python"]
     except (OSError, KeyError, TypeError, ValueError):
@@ -77,7 +77,7 @@ def _python(checkout: Path, host: Host) -> Iterator[Row]:
         yield _row("Python", OK, found)
 
 
-def _patch(checkout: Path) -> Row:
+def _patch(checkout: Path) -> CheckRow:
     name = "odyssey patch"
     try:
         missing, there = patch.install(checkout), patch.uninstall(checkout)
@@ -90,7 +90,7 @@ def _patch(checkout: Path) -> Row:
     return _row(name, OK, "installed" if there else "not installed, which 'odyssey run' does not need")
 
 
-def _dataset_helpers(source: Source, host: Host) -> Iterator[Row]:
+def _dataset_helpers(source: Source, host: Host) -> Iterator[CheckRow]:
     """Yield whether Megatron's data helpers are there.
 
     Megatron compiles them when it starts, for the Python of ``python3-config``; a virtual environment has
@@ -118,7 +118,7 @@ def _dataset_helpers(source: Source, host: Host) -> Iterator[Row]:
         yield _row(name, OK, "not compiled; Megatron does it when it starts")
 
 
-def _seam(finding: seams.Finding) -> Row:
+def _seam(finding: seams.SeamFinding) -> CheckRow:
     name, expected = finding.seam.target, _shown(finding.expected)
     if finding.state == "unused":
         return _row(name, OK, "not needed with this version")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, Host, Job, Row
+from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Host, Job
 from odyssey_megatron.launch.line import LEAST_TORCH
 
 _INSTALL = {"yaml": "PyYAML"}
@@ -17,7 +17,7 @@ _TE_READS_LATE = (2, 6)
 """``te.READS_LATE`` of ``mcore/model/te.py``, which needs torch and so is not imported."""
 
 
-def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
+def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[CheckRow]:
     """Yield what is installed, compared with what ``job`` needs.
 
     Args:
@@ -32,11 +32,11 @@ def rows(host: Host, job: Job, needed: Mapping[str, str]) -> Iterator[Row]:
     yield _apex(host)
 
 
-def _row(name: str, state: str, found: str, remedy: str = "") -> Row:
-    return Row(area="packages", name=name, state=state, found=found, remedy=remedy)
+def _row(name: str, state: str, found: str, remedy: str = "") -> CheckRow:
+    return CheckRow(area="packages", name=name, state=state, found=found, remedy=remedy)
 
 
-def _python(host: Host) -> Row:
+def _python(host: Host) -> CheckRow:
     found = _dotted(host.python)
     if host.python < _PYTHON[0]:
         older = f"{found} is older than {_dotted(_PYTHON[0])}"
@@ -47,7 +47,7 @@ def _python(host: Host) -> Row:
     return _row("Python", OK, found)
 
 
-def _torch(host: Host) -> Row:
+def _torch(host: Host) -> CheckRow:
     package = host.packages.get("torch")
     if package is None:
         return _row("torch", PROBLEM, "not installed", "pip install torch, or use a container that has it.")
@@ -72,7 +72,7 @@ def _either(versions: Sequence[tuple[int, ...]]) -> str:
     return " or ".join(map(_dotted, versions))
 
 
-def _needed(host: Host, job: Job, name: str, wanted_by: str) -> Row:
+def _needed(host: Host, job: Job, name: str, wanted_by: str) -> CheckRow:
     if host.can_import(name):
         return _row(name, OK, "can be imported")
     if name == "triton" and job.config.device == "cpu":
@@ -80,7 +80,7 @@ def _needed(host: Host, job: Job, name: str, wanted_by: str) -> Row:
     return _row(name, PROBLEM, f"missing: {wanted_by} imports it", f"pip install {_INSTALL.get(name, name)}")
 
 
-def _transformer_engine(host: Host, job: Job) -> Row:
+def _transformer_engine(host: Host, job: Job) -> CheckRow:
     name = "transformer-engine"
     package = host.packages.get(name)
     wanted = job.value_of("--transformer-impl") or (
@@ -113,7 +113,7 @@ def _transformer_engine(host: Host, job: Job) -> Row:
     )  # fmt: skip
 
 
-def _apex(host: Host) -> Row:
+def _apex(host: Host) -> CheckRow:
     package = host.packages.get("apex")
     if package is None:
         return _row("apex", OK, "not installed; torch's optimizers are used")

@@ -11,7 +11,7 @@ OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckRow:
     """One thing that was looked at, and what was found."""
 
     area: str

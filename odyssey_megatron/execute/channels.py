@@ -29,7 +29,7 @@ _MOVES, _BESIDE = 2**29, 2**30
 """The first tags for layers that move, and for messages beside a program. A program's messages have lower ones."""
 
 
-class Piece(NamedTuple):
+class MessagePart(NamedTuple):
     """The part of a message that comes from one rank of the sending worker."""
 
     work: Any
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 class Pending:
     """A message on its way here."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[MessagePart]
     tensor: torch.Tensor
     with_word: bool
 
@@ -124,7 +124,7 @@ class Channels:
             if with_word or len(rows) > 1:
                 message = room.new_empty(sum(one.numel() for one in rows) + with_word)
             work = self._checked(dist.irecv(message, rank, **self._where(instr, rank)), instr)
-            pieces.append(Piece(work, message, rows))
+            pieces.append(MessagePart(work, message, rows))
         return Pending(pieces, room, with_word)
 
     def of_transfer(self, transfer: Transfer, number: int) -> list[Way]:

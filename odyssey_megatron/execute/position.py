@@ -10,7 +10,7 @@ import torch
 from odyssey_megatron.rebuild.agree import Standing
 
 
-class Piece(enum.Enum):
+class CommonWork(enum.Enum):
     """A piece of common work: something that all ranks do together."""
 
     STEP = "step"
@@ -34,7 +34,7 @@ class Position:
         """Number of those that this rank had a part in."""
         self.joins = False
         """This rank has just come, and learns from the others how far the job is."""
-        self.complete: Piece | None = None
+        self.complete: CommonWork | None = None
         """The piece at hand, once this rank's part of it is complete; for a step: once all its gradients are
         reduced. From then on others may have finished it, and this rank can finish it by itself.
         """

@@ -30,7 +30,7 @@ from odyssey_megatron.execute.ledger import Ledger
 from odyssey_megatron.execute.left_out import dispensable, leave_out
 from odyssey_megatron.execute.lookout import Lookout
 from odyssey_megatron.execute.parts import FaultPoint, GroupBuilder, Groups, Member, Model
-from odyssey_megatron.execute.position import Piece, Position
+from odyssey_megatron.execute.position import CommonWork, Position
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.regrouping import Regrouping
 from odyssey_megatron.execute.step import StepAtHand, StepRunner
@@ -235,7 +235,7 @@ class RankRuntime:
             self._model.take_over(totals[:-NUM_VOTES], position.committed, scale_state)
         elif position.done == ahead.done:
             return
-        elif position.complete is Piece.STEP:
+        elif position.complete is CommonWork.STEP:
             self._commit(totals)
         else:
             position.finish()
@@ -349,7 +349,7 @@ class RankRuntime:
         # the step.
         totals = self.ballot.cast(own, progress.missing(own.device))
         self._groups.entered.settle()
-        self._position.complete = Piece.STEP
+        self._position.complete = CommonWork.STEP
         dist.all_reduce(totals, group=self._groups.world)
         if missing_somewhere := int(Votes.of(totals).missing):
             raise PeerFailed(
@@ -414,7 +414,7 @@ class RankRuntime:
         work(self._groups.world)
         self._groups.entered.settle()
         self._lookout.check("")
-        self._position.complete = Piece.OTHER
+        self._position.complete = CommonWork.OTHER
         dist.barrier(group=self._groups.world)
         self._position.finish()
         self._member.rest(behind_step=False)

@@ -18,7 +18,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from odyssey_megatron.execute.ledger import Ledger
 from odyssey_megatron.execute.progress import Progress
-from odyssey_megatron.execute.scatter import Rows, Slices
+from odyssey_megatron.execute.scatter import GradientRows, Slices
 from odyssey_megatron.plan.schedule import Instr
 
 PIECE = 2**25
@@ -61,9 +61,9 @@ class Reduction:
     def __init__(self, ledger: Ledger, tensor_group: dist.ProcessGroup | None):
         self._ledger, self._tensor_group = ledger, tensor_group
         self._under_way: deque[_Piece] = deque()
-        self._scattered: list[tuple[Instr, Rows]] = []
+        self._scattered: list[tuple[Instr, GradientRows]] = []
         """Rows whose sums other ranks need, too, and get when all sums are made."""
-        self._to_pass: list[tuple[Instr, Rows, torch.Tensor, range]] = []
+        self._to_pass: list[tuple[Instr, GradientRows, torch.Tensor, range]] = []
         """Sums that other ranks get before the group's next sum. The range is the part of each rank's piece."""
         self._bytes = 0
 
@@ -84,7 +84,9 @@ class Reduction:
             return
         known = [*zip(partial, in_cell, strict=False)]
         if group is not None and any(each.views for each in gradients.slices):
-            self._scatter(instr, Rows(gradients.slices, gradients.ranks, group), known, share, progress)
+            self._scatter(
+                instr, GradientRows(gradients.slices, gradients.ranks, group), known, share, progress
+            )
             return
         for piece in (piece for buffer in gradients.buffers for piece in torch.split(buffer, PIECE)):
             self._make_room(piece.nbytes, progress)
@@ -98,7 +100,7 @@ class Reduction:
     def _scatter(
         self,
         instr: Instr,
-        rows: Rows,
+        rows: GradientRows,
         in_cell: Sequence[tuple[torch.Tensor, torch.Tensor]],
         share: float,
         progress: Progress,

@@ -4,7 +4,7 @@ The slices of a bucket's layers are put one behind the other, ordered by their f
 a row; all rows are as long as the longest. Where a holder has several ranks with the same gradients (context
 parallelism), each of them has a piece of its row. A reduce-scatter sums the rows and leaves each rank the
 sums of its piece. The rank then sends them to the others that keep them. Where they lie in the order of these
-others, they are sent as they are, without waiting for them (:attr:`Rows.passes_on`). All keepers of a slice
+others, they are sent as they are, without waiting for them (:attr:`GradientRows.passes_on`). All keepers of a slice
 have one rank's sums of it, and so the same bytes.
 """
 
@@ -37,7 +37,7 @@ class _Piece(NamedTuple):
     view: torch.Tensor
 
 
-class Rows:
+class GradientRows:
     """The gradients of one bucket in their rows, for one ``group`` of their holders."""
 
     def __init__(self, slices: Sequence[Slices], ranks: Sequence[int], group: dist.ProcessGroup):

@@ -33,7 +33,7 @@ from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.ranks import Fence, Ranks
 from odyssey_megatron.launch.respawn import Respawn, first_incarnation, forget_smaller
 from odyssey_megatron.launch.signals import Received
-from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
+from odyssey_megatron.launch.verdict import JobVerdict, VerdictWatch
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
@@ -230,7 +230,7 @@ class OdysseyAgent(LocalElasticAgent):
         host.renew(control, node, self._launch.config.node_lease_s / 20, self._incarnation)
         self._is_replaced, why = True, _REPLACED.format(node=node)
         say(f"[odyssey] {why}")
-        verdict.give(Verdict(code=1, why=why))
+        verdict.give(JobVerdict(code=1, why=why))
 
     def _connect(self) -> Control:
         group = self._worker_group
@@ -255,7 +255,7 @@ class OdysseyAgent(LocalElasticAgent):
 
     def _conclude(self, verdict: VerdictWatch, ranks: Ranks, control: Control) -> int:
         """Let the ranks end, or end them, and return the exit code of the job."""
-        final, began_s = verdict.value or Verdict(code=1, terminate_s=_ORPHANS_S), time.monotonic()
+        final, began_s = verdict.value or JobVerdict(code=1, terminate_s=_ORPHANS_S), time.monotonic()
         ranks.drain(final.grace_s)
         ranks.end(final.terminate_s)
         if verdict.value is None:

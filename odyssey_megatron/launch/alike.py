@@ -32,7 +32,7 @@ _REMEMBERED = 64
 _OF_DEVICES = ("CUDA", "NCCL", "cuDNN", "cuBLAS", "out of memory")
 
 
-class History:
+class KnownSince:
     """When this rank learned of each of the last generations, by its own clock."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def is_shared(
     node: int,
     nodes: int,
     generation: int,
-    history: History,
+    history: KnownSince,
 ) -> bool:
     """Return whether another rank fails with the same error. Takes a moment if none does.
 
@@ -99,7 +99,7 @@ def is_shared(
 
 
 def end_if_shared(
-    control: Control, error: Exception, *, rank: int, generation: int, history: History
+    control: Control, error: Exception, *, rank: int, generation: int, history: KnownSince
 ) -> None:
     """End this process with ``EXIT_ALIKE`` if other ranks fail with the same error, as no hardware has failed then.
 

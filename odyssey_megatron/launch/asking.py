@@ -11,7 +11,7 @@ from odyssey_megatron.errors import EXIT_AS_ASKED
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.signals import Received
-from odyssey_megatron.launch.verdict import TERMINATE_S, Verdict, VerdictWatch
+from odyssey_megatron.launch.verdict import TERMINATE_S, JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 
@@ -76,12 +76,12 @@ class Asking:
                 why = f"this node leaves the job at once, as {number.name} has come again to {self._who}."
                 say(f"[odyssey] {why}")
                 ranks.give_up()
-                return verdict.give(Verdict(code=128 + number, why=why, terminate_s=0.0))
+                return verdict.give(JobVerdict(code=128 + number, why=why, terminate_s=0.0))
             if how == "stop":
                 why = f"the job was ended by {number.name} to {self._who}."
                 say(f"[odyssey] {why}")
                 self._journal.event("job_finished", verdict=why, exit_code=128 + number)
-                final = Verdict(
+                final = JobVerdict(
                     code=128 + number, why=why, terminate_s=TERMINATE_S if first else 0.0, nodes=self._others
                 )
                 control.put_first(keys.VERDICT, to_json(final))
@@ -98,4 +98,4 @@ class Asking:
             self._asked = Ask.END
             ranks.ask(Ask.END)
         if self._asked == Ask.LEAVE and not ranks.listen and not self._hosts:
-            verdict.give(Verdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))
+            verdict.give(JobVerdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))

@@ -33,13 +33,13 @@ from odyssey_megatron.launch import generations, reactions
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.learning import Learning
 from odyssey_megatron.launch.leases import Leases
-from odyssey_megatron.launch.offers import Offers, Proposal
+from odyssey_megatron.launch.offers import NextPlan, Offers
 from odyssey_megatron.launch.places import ComesBack
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.reactions import Action, Answer, Forget, JobState, Recover, Report, stop
 from odyssey_megatron.launch.rebalancing import Rebalancing
 from odyssey_megatron.launch.replacing import Replacing
-from odyssey_megatron.launch.verdict import Verdict, after_training, before_training, by_signal
+from odyssey_megatron.launch.verdict import JobVerdict, after_training, before_training, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.generation import CandidateRow, Finished, Generation, Message, Stop
@@ -113,7 +113,7 @@ class Coordinator:
         self._agreed = 0
         """Number of the newest generation whose members are known to have agreed on how far they are."""
 
-    def run(self) -> Verdict | None:
+    def run(self) -> JobVerdict | None:
         """Run until the job ends, and publish and return its verdict; None if the store is gone."""
         gc.freeze()  # imported modules stay anyway, and a collection during a decision would take 0.1 s for them
         try:
@@ -124,7 +124,7 @@ class Coordinator:
             return None
         except Exception as error:  # noqa: BLE001 - whatever it is, agents and ranks must hear that the job ends
             self._say(traceback.format_exc())
-            verdict = Verdict(code=1, why=f"the coordinator failed: {error!r}. Please report this.")
+            verdict = JobVerdict(code=1, why=f"the coordinator failed: {error!r}. Please report this.")
         finally:
             self._learning.close()
         verdict = by_signal(verdict, self._job.exits)
@@ -137,7 +137,7 @@ class Coordinator:
 
     # -- before training ------------------------------------------------------------------------------
 
-    def _await_job(self) -> Verdict | None:
+    def _await_job(self) -> JobVerdict | None:
         """Wait until all ranks have posted the job; return a verdict if one of them ends before that."""
         posted = [keys.digest_key(rank) for rank in range(self._world_size)]
         while not self._control.has(posted):
@@ -148,7 +148,7 @@ class Coordinator:
                 return None
             for event in found:
                 if isinstance(event, NodeLost):
-                    return Verdict(code=1, why=f"node {event.node} was lost before training started.")
+                    return JobVerdict(code=1, why=f"node {event.node} was lost before training started.")
                 if isinstance(event, RankDied):
                     exits = {**self._job.exits, event.rank: event.code}
                     self._job = replace(self._job, exits=exits)
@@ -156,7 +156,7 @@ class Coordinator:
                         return verdict
         return None
 
-    def _start(self) -> Verdict | None:
+    def _start(self) -> JobVerdict | None:
         began_s, job = time.monotonic(), self._job
         try:
             posted = json.loads(self._control.get(keys.JOB))
@@ -193,13 +193,13 @@ class Coordinator:
         self._publish(reactions.published(job, decided.plan, "start", decide_s=decide_s), decided.rows)
         return None
 
-    def _observe(self) -> Verdict:
+    def _observe(self) -> JobVerdict:
         """Say what would be done about the first failure, and end the job, as a plain launcher would."""
         hopeless = self._start()  # the ranks do not read the generations that are published
         left, dead = set(range(self._world_size)), set[int]()
         while not dead:
             if not left:
-                return Verdict(code=0)
+                return JobVerdict(code=0)
             events = self._incident()
             ended = {one.rank for one in events if isinstance(one, RankDied) and one.code == 0}
             deaths = [one for one in events if not (isinstance(one, RankDied) and one.rank in ended)]
@@ -209,11 +209,11 @@ class Coordinator:
         verdict = hopeless or self._recover(Recover(dead=tuple(sorted(dead)), why="observed"))
         would = f"stopped: {verdict.why}" if verdict else "gone on as decided above."
         lost = f"the loss of rank(s) {sorted(dead)} ends the job, since --odyssey observe only looks on"
-        return Verdict(code=1, why=f"{lost}; --odyssey recover would have {would}")
+        return JobVerdict(code=1, why=f"{lost}; --odyssey recover would have {would}")
 
     # -- training -------------------------------------------------------------------------------------
 
-    def _train(self) -> Verdict:
+    def _train(self) -> JobVerdict:
         while True:
             events = self._incident()
             self._note_agreements(events)
@@ -238,7 +238,7 @@ class Coordinator:
                 agreed_s = time.monotonic() - event.agreed_ago_s
                 self._journal.event("generation_agreed", generation=event.generation, agreed_s=agreed_s)
 
-    def _do(self, action: Action) -> Verdict | None:
+    def _do(self, action: Action) -> JobVerdict | None:
         """Carry out ``action``; return a verdict if it ends the job."""
         match action:
             case Report():
@@ -254,7 +254,7 @@ class Coordinator:
                 return self._stop(action)
             case Finished():
                 return self._finish(action)
-            case Verdict():
+            case JobVerdict():
                 return action
         return None
 
@@ -269,7 +269,7 @@ class Coordinator:
             self._leases.watch(joined.node)
             self._journal.event("rank_joined", generation=newest, echo=True, target=joined.rank)
 
-    def _recover(self, wanted: Recover) -> Verdict | None:
+    def _recover(self, wanted: Recover) -> JobVerdict | None:
         began_s, job = time.monotonic(), self._job
         known = job.known_plan
         assert known is not None
@@ -314,7 +314,7 @@ class Coordinator:
                 proposal.rows,
             )
 
-    def _say_what_comes_back(self, proposal: Proposal) -> None:
+    def _say_what_comes_back(self, proposal: NextPlan) -> None:
         """Tell the agents which ranks of the leaving cells are to come back, before any rank of a cell leaves."""
         cluster = self._job.cluster
         known = dict(cluster.incarnations)
@@ -327,7 +327,7 @@ class Coordinator:
             )
             self._control.put(keys.comes_back_key(worker), to_json(wanted))
 
-    def _finish(self, finished: Finished) -> Verdict:
+    def _finish(self, finished: Finished) -> JobVerdict:
         """Tell the members that all have finished, and wait for their exit codes."""
         cluster = self._job.cluster
         members, exits = {*cluster.ranks, *cluster.finished}, dict(self._job.exits)
@@ -350,10 +350,10 @@ class Coordinator:
             {rank: exits[rank] for rank in sorted(members)}, cut_short, ended_behind=self._job.early
         )
 
-    def _stop(self, told: Stop) -> Verdict:
+    def _stop(self, told: Stop) -> JobVerdict:
         """Tell the members to stop, and return the verdict."""
         self._send(told)
-        return Verdict(code=told.code, why=told.why, grace_s=_STOP_GRACE_S)
+        return JobVerdict(code=told.code, why=told.why, grace_s=_STOP_GRACE_S)
 
     # -- publishing -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from odyssey_megatron.plan.generation import Finished, Generation, Stop
 _RETRY_AFTER_S, _LOOK_S = 0.5, 0.01
 
 
-class Part(enum.Enum):
+class Role(enum.Enum):
     """The part that a process has in a generation."""
 
     MEMBER = "member"
@@ -28,13 +28,13 @@ class Part(enum.Enum):
     """Another process has taken its rank by now."""
 
 
-def part_in(generation: Generation, rank: int, incarnation: int) -> Part:
+def part_in(generation: Generation, rank: int, incarnation: int) -> Role:
     """Return the part that process number ``incarnation`` of ``rank`` has in ``generation``."""
     if dict(generation.incarnations).get(rank, 0) != incarnation:
-        return Part.REPLACED
+        return Role.REPLACED
     if rank in generation.members:
-        return Part.MEMBER
-    return Part.WAITS if rank in generation.fresh else Part.LEFT
+        return Role.MEMBER
+    return Role.WAITS if rank in generation.fresh else Role.LEFT
 
 
 def concerns(offered: Generation, rank: int, incarnation: int) -> bool:
@@ -42,7 +42,7 @@ def concerns(offered: Generation, rank: int, incarnation: int) -> bool:
 
     It does so also if it leaves with it between two steps: all current members agree on when that is.
     """
-    return part_in(offered, rank, incarnation) in (Part.MEMBER, Part.LEFT)
+    return part_in(offered, rank, incarnation) in (Role.MEMBER, Role.LEFT)
 
 
 class Entering:
@@ -87,9 +87,9 @@ class Entering:
         if isinstance(message, Finished):
             raise self._left_behind(message.number, "finished")
         match part_in(message, self._rank, self._incarnation):
-            case Part.MEMBER:
+            case Role.MEMBER:
                 return message
-            case Part.WAITS:
+            case Role.WAITS:
                 self._watch.settled = False
                 return self._offered_after(message.number)
         raise self._left_behind(message.number, message.why, message.dead)
@@ -138,10 +138,10 @@ class Entering:
             if message is None:
                 continue
             part = part_in(message, self._rank, self._incarnation)
-            if part is Part.MEMBER:
+            if part is Role.MEMBER:
                 self._watch.take_offer(message.number)
                 return message
-            if not is_offer and part is not Part.WAITS:
+            if not is_offer and part is not Role.WAITS:
                 raise self._left_behind(message.number, message.why, message.dead)
 
     def _left_behind(self, number: int, why: str, dead: tuple[int, ...] | None = None) -> Fenced:

@@ -39,7 +39,7 @@ def read(text: str, rank: int, control: Control) -> Message | None:
         found = control.peek(keys.part_key(head.number, worker))
         if not found:
             return None
-        part = from_json(wire.Part, found)
+        part = from_json(wire.WorkerPart, found)
         if part.template != wire.NO_PROGRAM:
             template = control.peek(keys.template_key(head.number, part.template)) or ""
             if not template:

@@ -22,7 +22,7 @@ from odyssey_megatron.launch.asking import Asking
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.open_files import allow_many
 from odyssey_megatron.launch.signals import Received, heeded_behind
-from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
+from odyssey_megatron.launch.verdict import JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 
@@ -106,7 +106,7 @@ def _host(
             hosting.begin(verdict, connect(), connect, journal, nodes=nodes)
             asking = Asking(how, journal, who="the job's host", hosts=True, others=others, ends=lambda: False)
             _await(verdict, signals, lambda: asking.heed(_NoRanks(signals), verdict, control))
-        final = verdict.value or Verdict(code=1, nodes=others)
+        final = verdict.value or JobVerdict(code=1, nodes=others)
         hosting.part(control, final, time.monotonic())
         return final.code
     finally:

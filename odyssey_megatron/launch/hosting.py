@@ -23,7 +23,7 @@ from odyssey_megatron.launch.coordinator import Coordinator
 from odyssey_megatron.launch.onlookers import Onlookers
 from odyssey_megatron.launch.open_files import check_many
 from odyssey_megatron.launch.planner import Planner
-from odyssey_megatron.launch.verdict import Verdict, VerdictWatch
+from odyssey_megatron.launch.verdict import JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 
@@ -79,7 +79,7 @@ class Hosting:
         self._nodes = nodes
         verdict.guard("coordinator", lambda: self._coordinate(control, connect, journal, nodes))
 
-    def part(self, control: Control, final: Verdict, began_s: float) -> None:
+    def part(self, control: Control, final: JobVerdict, began_s: float) -> None:
         """Keep the store until the others have heard of the end. ``began_s``: when this process heard of it."""
         with contextlib.suppress(ControlPlaneLost, TimeoutError):
             control.put_first(keys.VERDICT, to_json(final))  # it may have been made here
@@ -108,7 +108,7 @@ class Hosting:
         self, control: Control, connect: Callable[[], Control], journal: Journal, nodes: int
     ) -> None:
         of_rank = self._await_nodes(control, nodes)
-        if isinstance(of_rank, Verdict):
+        if isinstance(of_rank, JobVerdict):
             say(f"[odyssey] {of_rank.why}")
             return control.put(keys.VERDICT, to_json(of_rank))
         check_many(len(of_rank), nodes)
@@ -125,7 +125,7 @@ class Hosting:
             here=self._here,
         ).run()
 
-    def _await_nodes(self, control: Control, count: int) -> dict[int, int] | Verdict:
+    def _await_nodes(self, control: Control, count: int) -> dict[int, int] | JobVerdict:
         """Return the node of each rank, once all agents have listed theirs. A verdict if they do not."""
         limit_s = self._config.store_timeout_s
         listed = [keys.node_key(node) for node in range(count)]
@@ -136,9 +136,9 @@ class Hosting:
         ends_s = time.monotonic() + limit_s
         while not control.has([*listed, *(keys.lease_key(node) for node in range(count))]):
             if control.other_token_seen():
-                return Verdict(code=EXIT_BAD_INPUT, why=OTHER_TOKEN)
+                return JobVerdict(code=EXIT_BAD_INPUT, why=OTHER_TOKEN)
             if time.monotonic() > ends_s:
-                return Verdict(
+                return JobVerdict(
                     code=1, why=_NOT_ALL.format(missing=self._not_there(control, count), limit_s=limit_s)
                 )
             time.sleep(0.02)

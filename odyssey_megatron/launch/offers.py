@@ -25,7 +25,7 @@ _MOVED = "the layers have moved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class NextPlan:
     """The next plan to offer, and the rows of the candidates it was chosen from, if there were any."""
 
     plan: Plan
@@ -71,7 +71,7 @@ class Offers:
 
     def following(
         self, job: JobState, diagnosis: Diagnosis | None, now_s: float
-    ) -> tuple[JobState, Proposal | None]:
+    ) -> tuple[JobState, NextPlan | None]:
         """Return the job with the speeds of its workers as they are known by now, and what to offer it, if anything."""
         live = job.live_plan
         if live is None or not job.may_offer or job.tries.waits(now_s):
@@ -101,7 +101,7 @@ class Offers:
             return job, None
         else:
             why = self._why
-        return job, Proposal(plan=self._planner.towards(cluster, live, target), why=why, rows=rows)
+        return job, NextPlan(plan=self._planner.towards(cluster, live, target), why=why, rows=rows)
 
     def _look_anew(self, cluster: ClusterState, live: Plan, now_s: float) -> tuple[CandidateRow, ...]:
         """Aim at the best plan for the living workers; return the rows of all candidates."""
@@ -116,7 +116,7 @@ class Offers:
 
     def _entering(
         self, cluster: ClusterState, live: Plan, leaving: frozenset[int], whole_why: str, now_s: float
-    ) -> Proposal | None:
+    ) -> NextPlan | None:
         """Propose a plan in which fresh ranks get a place, and cells that can be whole leave.
 
         The cells leave all at once if there is a plan for that, else one after the other. Cells that alone have some
@@ -137,7 +137,7 @@ class Offers:
             if not group:
                 return self._behind_steps(decided, cluster, live, why)
             self.aim(decided.target)
-            return Proposal(plan=decided.plan, why=why, rows=decided.rows, leaving=group)
+            return NextPlan(plan=decided.plan, why=why, rows=decided.rows, leaving=group)
         for reason in failed:
             _log.warning("%s", reason)
         self._stuck = live, cluster.alive, cluster.fresh, leaving
@@ -145,15 +145,15 @@ class Offers:
 
     def _behind_steps(
         self, found: Decided | Leaving, cluster: ClusterState, live: Plan, why: str, then: str = _MOVED
-    ) -> Proposal:
+    ) -> NextPlan:
         """Aim at the plan that is found, and propose the first one on the way there; ``then`` is the reason for the
         next.
         """
         self.aim(lambda: found.plan, then)
         plan = self._planner.towards(cluster, live, found.plan)
-        return Proposal(plan=plan, why=why, rows=found.rows)
+        return NextPlan(plan=plan, why=why, rows=found.rows)
 
-    def _leaves(self, found: Leaving, cluster: ClusterState, live: Plan, now_s: float) -> Proposal:
+    def _leaves(self, found: Leaving, cluster: ClusterState, live: Plan, now_s: float) -> NextPlan:
         if found.gives_first:
             return self._behind_steps(found, cluster, live, found.why, then=found.why)
         self.aim(None)
@@ -161,7 +161,7 @@ class Offers:
         for worker, ranks in without.items():
             self._aside.note(worker, ranks, now_s)
         leaves = frozenset([found.worker])
-        return Proposal(plan=found.plan, why=found.why, rows=found.rows, leaving=leaves, without=without)
+        return NextPlan(plan=found.plan, why=found.why, rows=found.rows, leaving=leaves, without=without)
 
 
 def _ways(leaving: frozenset[int], has_fresh: bool) -> list[tuple[frozenset[int], bool]]:

@@ -30,7 +30,7 @@ from odyssey_megatron.cluster.state import (
 )
 from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND, LayersLost
 from odyssey_megatron.launch.offer_tries import OfferTries
-from odyssey_megatron.launch.verdict import Verdict
+from odyssey_megatron.launch.verdict import JobVerdict
 from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from odyssey_megatron.plan.plan import Plan
 
@@ -118,9 +118,9 @@ class Recover:
     why: str
 
 
-Action = Report | Answer | Forget | Recover | Stop | Finished | Verdict
+Action = Report | Answer | Forget | Recover | Stop | Finished | JobVerdict
 """What the coordinator is to do. With ``Stop`` and ``Finished`` it tells the members that the job ends; with
-``Verdict`` the job is over at once.
+``JobVerdict`` the job is over at once.
 """
 
 
@@ -242,7 +242,7 @@ def deaths(job: JobState, lost: Collection[int], events: Sequence[Event]) -> Rep
     return Report(name="failure_detected", fields=fields)
 
 
-def _hopeless(job: JobState, lost: Collection[int], refused: str) -> Stop | Verdict | None:
+def _hopeless(job: JobState, lost: Collection[int], refused: str) -> Stop | JobVerdict | None:
     """Return how the job ends if no recovery can help, else None.
 
     That is so if a lost rank found bad input, an error that others share or numbers that it cannot trust; if ranks
@@ -258,11 +258,11 @@ def _hopeless(job: JobState, lost: Collection[int], refused: str) -> Stop | Verd
     if not job.cluster.ranks or job.live_plan is None:
         if (alike := _alike(job, lost)) is not None:
             code, why = alike
-            return Verdict(code=code, why=why)
+            return JobVerdict(code=code, why=why)
     if not job.cluster.ranks:
         if not any(job.exits.get(rank, -9) for rank in range(len(job.nodes))):
-            return Verdict(code=0)  # all left with exit code 0, though without finishing the job
-        return Verdict(code=EXIT_LAYERS_LOST, why="no rank is left. Restart from the last checkpoint.")
+            return JobVerdict(code=0)  # all left with exit code 0, though without finishing the job
+        return JobVerdict(code=EXIT_LAYERS_LOST, why="no rank is left. Restart from the last checkpoint.")
     return None
 
 

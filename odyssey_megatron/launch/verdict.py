@@ -39,7 +39,7 @@ _THREAD_ENDS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class JobVerdict:
     """How the job ends: the coordinator's last message to all agents."""
 
     code: int
@@ -53,7 +53,7 @@ class Verdict:
     """Nodes that are still there, other than the one that hosts the job."""
 
 
-def by_signal(verdict: Verdict, exits: Mapping[int, int]) -> Verdict:
+def by_signal(verdict: JobVerdict, exits: Mapping[int, int]) -> JobVerdict:
     """Return ``verdict``, or another one if all ranks were ended by a signal: then no hardware was lost.
 
     Args:
@@ -69,7 +69,7 @@ def by_signal(verdict: Verdict, exits: Mapping[int, int]) -> Verdict:
 
 def before_training(
     rank: int, exits: Mapping[int, int], world_size: int, refused: str | None
-) -> Verdict | None:
+) -> JobVerdict | None:
     """Return the verdict, if there is one, when a rank has ended before the job began.
 
     Args:
@@ -79,16 +79,16 @@ def before_training(
     """
     code = exits[rank]
     if code == 0:  # a script that never joins a job: torchrun's rules
-        return Verdict(code=0) if len(exits) == world_size else None
+        return JobVerdict(code=0) if len(exits) == world_size else None
     if code in (EXIT_BAD_INPUT, EXIT_ALIKE):
-        return Verdict(code=EXIT_BAD_INPUT if code == EXIT_BAD_INPUT else 1, why=refused or "")
-    return Verdict(
+        return JobVerdict(code=EXIT_BAD_INPUT if code == EXIT_BAD_INPUT else 1, why=refused or "")
+    return JobVerdict(
         code=code if code > 0 else 1,
         why=f"rank {rank} ended with exit code {code} before training started. Nothing was trained. {SAYS_WHY}",
     )
 
 
-def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ended_behind: int) -> Verdict:
+def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ended_behind: int) -> JobVerdict:
     """Return the verdict on a job whose steps are all committed.
 
     Args:
@@ -99,17 +99,17 @@ def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ende
     for rank, code in exits.items():
         if code > 0:
             why = f"rank {rank} ended with exit code {code} after training. {SAYS_WHY}"
-            return Verdict(code=code, why=why)
+            return JobVerdict(code=code, why=why)
     if killed := [rank for rank, code in exits.items() if code < 0 and rank in cut_short]:
-        return Verdict(
+        return JobVerdict(
             code=1,
             why=f"rank(s) {killed} were killed when all steps were trained, but before their scripts had ended: what "
             "these were to write is missing, unless it was written by then.",
         )
     if ended_behind >= 0:
         why = f"the job has ended behind iteration {ended_behind}, as a signal asked it to."
-        return Verdict(code=EXIT_AS_ASKED, why=why)
-    return Verdict(code=0)
+        return JobVerdict(code=EXIT_AS_ASKED, why=why)
+    return JobVerdict(code=0)
 
 
 class VerdictWatch:
@@ -120,7 +120,7 @@ class VerdictWatch:
     """
 
     def __init__(self, control: Control):
-        self.value: Verdict | None = None
+        self.value: JobVerdict | None = None
         self.arrived = False
         self.fd = os.eventfd(0)
         self._start("verdict", lambda: self._run(control))
@@ -129,7 +129,7 @@ class VerdictWatch:
         self.arrived = True
         os.eventfd_write(self.fd, 1)
 
-    def give(self, verdict: Verdict) -> None:
+    def give(self, verdict: JobVerdict) -> None:
         """Set the verdict, unless one has arrived."""
         if not self.arrived:
             self.value = verdict
@@ -160,11 +160,11 @@ class VerdictWatch:
         if not self.arrived:
             why = f"the agent of this node cannot go on without its {name} thread: {why}"
             say(f"[odyssey] {why}")
-            self.give(Verdict(code=1, why=why))
+            self.give(JobVerdict(code=1, why=why))
 
     def _run(self, control: Control) -> None:
         try:
-            self.value = from_json(Verdict, control.get(keys.VERDICT))
+            self.value = from_json(JobVerdict, control.get(keys.VERDICT))
         except ControlPlaneLost as error:
             _log.info("no verdict: %s", error)
         self.lost()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.errors import ControlPlaneLost, Fenced
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.alike import History
+from odyssey_megatron.launch.alike import KnownSince
 from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.plan.generation import Finished
@@ -39,7 +39,7 @@ class Watch:
         alone_s: float,
         settled: bool,
     ):
-        self.history = History()
+        self.history = KnownSince()
         self.heard_s = 0.0
         """Time, on this rank's clock, when it heard of the newest generation."""
         self.settled = settled

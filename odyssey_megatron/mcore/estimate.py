@@ -10,7 +10,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.mcore.device import sharing
 from odyssey_megatron.policy.block_configs import UnlikeLayers, hybrid_layers, unlike_layers
 from odyssey_megatron.policy.profile import (
-    Attention,
+    AttentionShape,
     Experts,
     Precision,
     Profile,
@@ -37,9 +37,9 @@ def _experts(config: Any) -> Experts | None:
     )
 
 
-def _attention(config: Any) -> Attention:
+def _attention(config: Any) -> AttentionShape:
     if config.multi_latent_attention:
-        return Attention.latent(
+        return AttentionShape.latent(
             config.hidden_size,
             config.num_attention_heads,
             q_lora_rank=config.q_lora_rank,
@@ -49,7 +49,9 @@ def _attention(config: Any) -> Attention:
             v_head_dim=config.v_head_dim,
         )
     heads = config.num_attention_heads
-    return Attention.grouped(config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels)
+    return AttentionShape.grouped(
+        config.hidden_size, heads, config.num_query_groups or heads, config.kv_channels
+    )
 
 
 def _unlike(config: Any, kinds: str, seq_length: int) -> UnlikeLayers:
@@ -57,7 +59,7 @@ def _unlike(config: Any, kinds: str, seq_length: int) -> UnlikeLayers:
     models.
     """
     if kinds:
-        state_space = Attention.state_space(
+        state_space = AttentionShape.state_space(
             config.hidden_size,
             heads=config.mamba_num_heads,
             head_dim=config.mamba_head_dim,

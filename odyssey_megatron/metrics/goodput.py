@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.metrics.records import LINK_KINDS
-from odyssey_megatron.metrics.recoveries import Recovery, median, named
+from odyssey_megatron.metrics.recoveries import RecoveryRecord, median, named
 from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.metrics.switches import Switch
 from odyssey_megatron.metrics.timeline import JournalEvent, known
@@ -99,7 +99,7 @@ class _Slowness:
 def goodput(
     events: Sequence[JournalEvent],
     steps: Sequence[CommittedStep],
-    recovered: Sequence[Recovery],
+    recovered: Sequence[RecoveryRecord],
     switched: Sequence[Switch],
 ) -> Goodput:
     """Return the job's goodput by the journal alone. What the journal does not time is not counted."""
@@ -141,7 +141,7 @@ class _Ledger:
         self,
         events: Sequence[JournalEvent],
         rows: Sequence[CommittedStep],
-        recovered: Sequence[Recovery],
+        recovered: Sequence[RecoveryRecord],
         switched: Sequence[Switch],
     ):
         self.lost_s: dict[tuple[str, str], float] = {}
@@ -209,7 +209,7 @@ class _Ledger:
 
 
 def stalls(
-    recovered: Iterable[Recovery], switched: Iterable[Switch]
+    recovered: Iterable[RecoveryRecord], switched: Iterable[Switch]
 ) -> dict[int, list[tuple[str, str, float]]]:
     """Return (bucket, cause, seconds) of each stall, by the step that it is part of."""
     found: dict[int, list[tuple[str, str, float]]] = {}

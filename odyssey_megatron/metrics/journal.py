@@ -19,7 +19,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import read_bytes
 from odyssey_megatron.metrics.lines import Lines
 from odyssey_megatron.metrics.outlet import Outlet, say
-from odyssey_megatron.metrics.records import CLOCK_READINGS, EVENTS, SCHEMA_VERSION, STALLS, Line
+from odyssey_megatron.metrics.records import CLOCK_READINGS, EVENTS, SCHEMA_VERSION, STALLS, JournalLine
 from odyssey_megatron.names import step_name
 
 _ECHO_WIDTH = 120
@@ -193,7 +193,7 @@ def event_of(row: bytes) -> dict[str, Any] | None:
                 "version that wrote it"
             )
     try:
-        from_jsonable(Line, event)
+        from_jsonable(JournalLine, event)
     except ValueError as error:
         raise NoEvent(f"it is no event of a journal ({error})") from None
     return event

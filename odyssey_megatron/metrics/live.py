@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from odyssey_megatron.metrics.goodput import Goodput, goodput
-from odyssey_megatron.metrics.recoveries import Decision, decisions, named, recoveries
-from odyssey_megatron.metrics.standing import Standing, standing
+from odyssey_megatron.metrics.recoveries import DecisionRecord, decisions, named, recoveries
+from odyssey_megatron.metrics.standing import JobStanding, standing
 from odyssey_megatron.metrics.steps import CommittedStep, committed_steps
 from odyssey_megatron.metrics.suspects import Suspect, suspects
 from odyssey_megatron.metrics.switches import switches
@@ -83,8 +83,8 @@ class Live:
     tokens_per_s: float | None = None
     goodput: Goodput = field(default_factory=Goodput)
     stalls: tuple[Stall, ...] = ()
-    standing: Standing = field(default_factory=Standing)
-    decision: Decision | None = None
+    standing: JobStanding = field(default_factory=JobStanding)
+    decision: DecisionRecord | None = None
     """The last decision that weighed candidates."""
     findings: tuple[Finding, ...] = ()
     costs: tuple[Cost, ...] = ()
@@ -169,7 +169,7 @@ def live(name: str, events: Sequence[JournalEvent]) -> Live:
     )
 
 
-def _planned_s(decided: Sequence[Decision], generation: int) -> float | None:
+def _planned_s(decided: Sequence[DecisionRecord], generation: int) -> float | None:
     rows: list[dict[str, Any]] = [
         row for one in decided if one.generation == generation for row in one.candidates if row.get("chosen")
     ]

@@ -8,7 +8,7 @@ from html import escape
 
 from odyssey_megatron.metrics.goodput import BUCKETS
 from odyssey_megatron.metrics.live import Cost, Live
-from odyssey_megatron.metrics.standing import DEAD, JOINS, SHADOW, TRAINS, WAITS, Place, Span
+from odyssey_megatron.metrics.standing import DEAD, JOINS, SHADOW, TRAINS, WAITS, MapPlace, Span
 from odyssey_megatron.names import layer_names
 
 MAP_STYLE = """
@@ -60,7 +60,7 @@ def short_span(first: int, last: int, num_layers: int) -> str:
     return " ".join(one for one in (*ends, middle, *behind) if one)
 
 
-def rows_of(state: Live) -> list[tuple[int, list[Place | None]]]:
+def rows_of(state: Live) -> list[tuple[int, list[MapPlace | None]]]:
     """Return (stage, its places by replica). Stage -1, of workers without a place in the first plan, comes last."""
     places = state.standing.places
     at = {(one.stage, one.replica): one for one in places}
@@ -70,7 +70,7 @@ def rows_of(state: Live) -> list[tuple[int, list[Place | None]]]:
     ]
 
 
-def stage_spans(row: Iterable[Place | None]) -> tuple[Span, ...] | None:
+def stage_spans(row: Iterable[MapPlace | None]) -> tuple[Span, ...] | None:
     """Return the layers that all training workers of a stage compute; None if they differ, or none trains."""
     found = {one.spans for one in row if one is not None and one.status == TRAINS}
     return found.pop() if len(found) == 1 else None
@@ -84,7 +84,7 @@ def span_seconds(costs: Iterable[Cost]) -> dict[Span, float]:
     return found
 
 
-def cell_text(place: Place, *, dense: bool) -> str:
+def cell_text(place: MapPlace, *, dense: bool) -> str:
     """Return the text of a worker's cell: a letter if it does not train, else how slow it is."""
     if place.status != TRAINS:
         return {DEAD: "✕", JOINS: "+", SHADOW: "s", WAITS: "–"}[place.status]
@@ -119,7 +119,7 @@ def heat_map(state: Live) -> str:
     )
 
 
-def _cell(place: Place | None, dense: bool, num_layers: int) -> str:
+def _cell(place: MapPlace | None, dense: bool, num_layers: int) -> str:
     if place is None:
         return '<td class="waits"></td>'
     if place.status == TRAINS:

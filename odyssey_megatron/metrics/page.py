@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from odyssey_megatron.metrics import map as pieces
-from odyssey_megatron.metrics.recoveries import Decision, median
+from odyssey_megatron.metrics.recoveries import DecisionRecord, median
 from odyssey_megatron.metrics.run import (
     RECOVERY_COLUMNS,
     SWITCH_COLUMNS,
@@ -211,7 +211,7 @@ def _decisions(run: Run) -> str:
     )
 
 
-def _decision(number: int, decision: Decision) -> str:
+def _decision(number: int, decision: DecisionRecord) -> str:
     why = f" · {escape(decision.why)}" if decision.why else ""
     return (
         f"<h3>Failure {number}: {escape(decision.policy)} <code>{escape(decision.plan_hash)}</code>{why}</h3>"

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from odyssey_megatron.metrics.recoveries import Recovery
+from odyssey_megatron.metrics.recoveries import RecoveryRecord
 from odyssey_megatron.metrics.run import Run, lost, milliseconds
 from odyssey_megatron.metrics.traces import Box, ExecutedStep, before_and_after
 from odyssey_megatron.names import step_name
@@ -123,7 +123,9 @@ def all_figures(run: Run, reference: Run | None) -> tuple[Picture, ...]:
     return tuple(pictures)
 
 
-def _schedule_picture(number: int, recovery: Recovery, before: ExecutedStep, after: ExecutedStep) -> Picture:
+def _schedule_picture(
+    number: int, recovery: RecoveryRecord, before: ExecutedStep, after: ExecutedStep
+) -> Picture:
     titled = [(f"{when}: {step_name(one.step)}", one) for when, one in (("before", before), ("after", after))]
     return _picture(
         f"schedule_{number}",
@@ -245,7 +247,7 @@ def _series(axes: Any, points: Sequence[tuple[int, float]], colour: str, label: 
 
 
 def _mark_failures(
-    axes: Any, recoveries: Sequence[Recovery], theme: Theme, notes: Sequence[str] = ()
+    axes: Any, recoveries: Sequence[RecoveryRecord], theme: Theme, notes: Sequence[str] = ()
 ) -> None:
     """Draw a dashed line at each failure's step, with its number (and, where there is room, what was lost)."""
     by_step: dict[int, list[int]] = {}

@@ -165,7 +165,7 @@ class Candidate(TypedDict, total=False):
     reason: str
 
 
-class Line(_Line, total=False):
+class JournalLine(_Line, total=False):
     """One line of a journal. A field means the same in each event that has it."""
 
     clock: str

@@ -14,7 +14,7 @@ from odyssey_megatron.metrics.timeline import JournalEvent, known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
+class RecoveryRecord:
     """One generation after the first. Durations are those of the slowest surviving rank; None: not in the journal."""
 
     generation: int
@@ -51,7 +51,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class DecisionRecord:
     """The reason why a generation has its plan. ``candidates`` are ``plan.generation.CandidateRow`` as JSON."""
 
     generation: int
@@ -89,10 +89,10 @@ _TOLD = ("decision", "generation_started", "failure_detected", "injected", "reco
 """The events that tell of recoveries."""
 
 
-def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
+def decisions(events: Sequence[JournalEvent]) -> tuple[DecisionRecord, ...]:
     """Return all decisions, by generation; the first is the plan that the job starts with."""
     found = [
-        Decision(
+        DecisionRecord(
             generation=event["generation"],
             dead=ranks_of(event.get("dead", ())),
             why=event.get("why", ""),
@@ -105,7 +105,7 @@ def decisions(events: Sequence[JournalEvent]) -> tuple[Decision, ...]:
     return tuple(sorted(found, key=lambda decision: decision.generation))
 
 
-def recoveries(events: Sequence[JournalEvent]) -> tuple[Recovery, ...]:
+def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
     """Return one row for each generation after the first that a failure began."""
     # Collected once, as a long job has a million steps.
     told = {name: named(events, name) for name in _TOLD}
@@ -147,7 +147,7 @@ def _recovery(
     recovered: list[JournalEvent],
     redone: list[JournalEvent],
     waiting_since: float | None,
-) -> Recovery:
+) -> RecoveryRecord:
     head = recovered[0] if recovered else decided
     assert head is not None, "a generation is known from one of the two"
     dead = ranks_of(head.get("dead", ()))
@@ -158,7 +158,7 @@ def _recovery(
     failures = known(event["at_s"] for event in (noticed | injected).values())
     failed = min(failures, default=_decided_at_s(decided or head))
     since = min(failed, waiting_since) if waiting_since else failed
-    return Recovery(
+    return RecoveryRecord(
         generation=generation,
         step=max(event["step"] for event in (head, *injected.values(), *noticed.values())),
         dead=dead,

@@ -14,7 +14,14 @@ from odyssey_megatron.errors import ConfigError, OdysseyError
 from odyssey_megatron.inputs import printable
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.live import Live, live
-from odyssey_megatron.metrics.recoveries import Decision, Recovery, decisions, median, named, recoveries
+from odyssey_megatron.metrics.recoveries import (
+    DecisionRecord,
+    RecoveryRecord,
+    decisions,
+    median,
+    named,
+    recoveries,
+)
 from odyssey_megatron.metrics.steps import (
     CommittedStep,
     LossDifference,
@@ -39,9 +46,9 @@ class Run:
     """The number of hosts' clocks that time its events."""
     verdict: str
     steps: tuple[CommittedStep, ...]
-    recoveries: tuple[Recovery, ...]
+    recoveries: tuple[RecoveryRecord, ...]
     switches: tuple[Switch, ...]
-    decisions: tuple[Decision, ...]
+    decisions: tuple[DecisionRecord, ...]
     traced: tuple[ExecutedStep, ...]
     samples: SampleCheck
     state: Live
@@ -145,7 +152,7 @@ RECOVERY_COLUMNS = (
 """Columns of the table of recoveries. The durations are in milliseconds."""
 
 
-def recovery_cells(number: int, row: Recovery) -> tuple[str, ...]:
+def recovery_cells(number: int, row: RecoveryRecord) -> tuple[str, ...]:
     """Return one line of the table of recoveries, as text."""
     durations = (row.detect_s, row.decide_s, row.abort_s, row.agree_s, row.groups_s, row.transfer_s)
     return (
@@ -162,7 +169,7 @@ def recovery_cells(number: int, row: Recovery) -> tuple[str, ...]:
     )
 
 
-def lost(row: Recovery) -> str:
+def lost(row: RecoveryRecord) -> str:
     return (
         ("rank " if len(row.dead) == 1 else "ranks ") + ",".join(map(str, row.dead)) if row.dead else "none"
     )

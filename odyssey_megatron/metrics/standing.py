@@ -17,7 +17,7 @@ _MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MapPlace:
     """The place of one worker on the map. It is where the job's first plan put it, whatever the worker does later."""
 
     worker: int
@@ -65,7 +65,7 @@ class Margin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class JobStanding:
     """The job's newest plan, and which of its ranks are left."""
 
     generation: int = 0
@@ -75,7 +75,7 @@ class Standing:
     """Some rank has died, or asked for fresh groups, and the next plan is not in force yet."""
     dead: frozenset[int] = frozenset()
     """The dead ranks."""
-    places: tuple[Place, ...] = ()
+    places: tuple[MapPlace, ...] = ()
     margins: tuple[Margin, ...] = ()
 
     @property
@@ -96,14 +96,14 @@ class Standing:
         return min((one.survives_nodes for one in self.margins), default=None)
 
 
-def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
+def standing(events: Sequence[JournalEvent], world_size: int) -> JobStanding:
     """Return the standing by the newest decision that has begun to be carried out.
 
     Raises ValueError if its layout is invalid.
     """
     decided = {event["generation"]: event for event in named(events, "decision") if event.get("layout")}
     if not decided:
-        return Standing()
+        return JobStanding()
     members = {event["generation"]: event["members"] for event in named(events, "generation_started")}
     first, current = min(decided), max((one for one in members if one in decided), default=min(decided))
     home, layout = (from_jsonable(Layout, decided[one]["layout"]).check() for one in (first, current))
@@ -120,7 +120,7 @@ def standing(events: Sequence[JournalEvent], world_size: int) -> Standing:
     gone = frozenset(worker for worker in workers if dead & set(ranks[worker]))
     waiting = frozenset(worker for worker in workers if joining & set(ranks[worker]))
     nodes = {worker: hosts.get(ranks[worker][0], "") for worker in workers}
-    return Standing(
+    return JobStanding(
         generation=current,
         num_layers=layout.num_layers,
         cell_size=cell,
@@ -171,7 +171,7 @@ def _places(
     waiting: frozenset[int],
     nodes: Mapping[int, str],
     slowness: Mapping[int, float],
-) -> tuple[Place, ...]:
+) -> tuple[MapPlace, ...]:
     at: dict[int, tuple[int, int]] = {}
     for replica, route in enumerate(home.routes):
         for stage, hop in enumerate(route.hops):
@@ -193,7 +193,7 @@ def _places(
         )  # fmt: skip
         replica, stage = at[worker]
         found.append(
-            Place(
+            MapPlace(
                 worker=worker,
                 replica=replica,
                 stage=stage,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odyssey_megatron.errors import ScheduleInvalid
-from odyssey_megatron.metrics.recoveries import Recovery, named, on_one_clock
+from odyssey_megatron.metrics.recoveries import RecoveryRecord, named, on_one_clock
 from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.metrics.timeline import JournalEvent
 from odyssey_megatron.plan.schedule import MESSAGE, Schedule, parse_instr
@@ -66,7 +66,7 @@ def executed_steps(events: Sequence[JournalEvent]) -> tuple[ExecutedStep, ...]:
 
 
 def before_and_after(
-    recovery: Recovery, traced: Sequence[ExecutedStep], steps: Sequence[CommittedStep]
+    recovery: RecoveryRecord, traced: Sequence[ExecutedStep], steps: Sequence[CommittedStep]
 ) -> tuple[ExecutedStep | None, ExecutedStep | None]:
     """Return the last committed traced step before ``recovery``, and the last one in its generation.
 

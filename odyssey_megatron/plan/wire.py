@@ -28,7 +28,7 @@ Holders = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class PlanShape:
     """What every rank knows of the plan; see ``Plan`` and ``Layout``."""
 
     cell_size: int
@@ -64,7 +64,7 @@ class Head:
     fresh: str
     first: bool
     """Whether nobody holds anything yet."""
-    shape: Shape
+    shape: PlanShape
     shapes: tuple[tuple[int, int], ...] = ()
 
 
@@ -79,7 +79,7 @@ NO_PROGRAM = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class WorkerPart:
     """What concerns one worker."""
 
     routes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
@@ -94,7 +94,7 @@ class Part:
     """The transfers that it sends and receives."""
 
 
-NO_PART = Part(routes=(), template=NO_PROGRAM, numbers="", held="", transfers=NO_MOVES)
+NO_PART = WorkerPart(routes=(), template=NO_PROGRAM, numbers="", held="", transfers=NO_MOVES)
 """The part of a worker that holds and sends nothing."""
 
 
@@ -135,7 +135,7 @@ def to_wire(generation: Generation, cell_size: int) -> Sent:
     )
 
 
-def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "") -> Generation:
+def from_wire(head: Head, worker: int, part: WorkerPart = NO_PART, template: str = "") -> Generation:
     """Return the generation as ``worker`` knows it, with the part of the plan that concerns it.
 
     Args:
@@ -163,7 +163,7 @@ def from_wire(head: Head, worker: int, part: Part = NO_PART, template: str = "")
     )
 
 
-def has_part(shape: Shape, worker: int) -> bool:
+def has_part(shape: PlanShape, worker: int) -> bool:
     """Whether ``worker`` holds or sends anything."""
     return any(worker in from_runs(text) for text in {shape.senders, *(text for _, text in shape.holders)})
 
@@ -179,9 +179,9 @@ def with_all_routes(layout: Layout, text: str) -> Layout:
     return replace(layout, routes=tuple(routes), step_microbatches=0)
 
 
-def _shape(plan: Plan, cell_size: int) -> Shape:
+def _shape(plan: Plan, cell_size: int) -> PlanShape:
     layout = plan.layout
-    return Shape(
+    return PlanShape(
         cell_size=cell_size,
         policy=plan.policy,
         holders=_packed(layout.holders),
@@ -277,7 +277,7 @@ def _parts(plan: Plan, previous: Layout | None) -> dict[int, str]:
         seats |= {worker: (template, text) for worker, template in group}
     return {
         worker: to_json(
-            Part(
+            WorkerPart(
                 routes=tuple(routes.get(worker, ())),
                 template=template,
                 numbers=numbers,
@@ -289,7 +289,7 @@ def _parts(plan: Plan, previous: Layout | None) -> dict[int, str]:
     }
 
 
-def _own_plan(shape: Shape, worker: int, part: Part, template: str) -> Plan:
+def _own_plan(shape: PlanShape, worker: int, part: WorkerPart, template: str) -> Plan:
     routes = tuple(
         Route(
             microbatches=from_runs(text),

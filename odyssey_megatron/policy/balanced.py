@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from odyssey_megatron.plan.reductions import bucket_bytes, cut_in
 from odyssey_megatron.plan.simulate import reduce_hops
-from odyssey_megatron.policy.seating import Shape
+from odyssey_megatron.policy.seating import PipelineShapes
 from odyssey_megatron.policy.shares import Rate, finish_s, min_max_shares
 from odyssey_megatron.policy.splits import Splits
 from odyssey_megatron.policy.stages import path_s, reached_s, up_s
@@ -50,7 +50,7 @@ class Balanced:
         lengths = self.lengths(num_workers, pipelines)
         return None if lengths is None else self._estimate_s(lengths, num_microbatches, pipelines)
 
-    def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape | None:
+    def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> PipelineShapes | None:
         """Return the balanced shape with this number of pipelines; None if it does not fit."""
         lengths = self.lengths(num_workers, pipelines)
         if lengths is None:
@@ -62,7 +62,7 @@ class Balanced:
         share = num_microbatches / pipelines
         paces = [(self._last_done(length, share, pipelines)[0], count) for length, count in lengths]
         each = [rate for rate, count in paces for _ in range(count)]
-        return Shape(
+        return PipelineShapes(
             ends=tuple(ends),
             shares=min_max_shares(num_microbatches, each),
             estimate_s=self._estimate_s(lengths, num_microbatches, pipelines),

@@ -12,9 +12,9 @@ from typing import Any
 
 from odyssey_megatron import codec
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.profile import Attention
+from odyssey_megatron.policy.profile import AttentionShape
 
-UnlikeLayers = tuple[tuple[Attention, int], ...]
+UnlikeLayers = tuple[tuple[AttentionShape, int], ...]
 """(attention, hidden units of the MLP) of each transformer layer."""
 
 
@@ -34,12 +34,12 @@ def unlike_layers(
     try:
         for block in codec.parsed(text)["block_configs"]:
             own, mlp = block["attention"], block.get("ffn") or block["mlp"]
-            attention = Attention(weights=0, score_width=0, kept=0)
+            attention = AttentionShape(weights=0, score_width=0, kept=0)
             if own.get("replace_with_linear"):
-                attention = Attention.linear(hidden_size)
+                attention = AttentionShape.linear(hidden_size)
             elif not own.get("no_op"):
                 groups = own.get("num_query_groups") or heads // own["n_heads_in_group"]
-                attention = Attention.grouped(hidden_size, heads, groups, kv_channels)
+                attention = AttentionShape.grouped(hidden_size, heads, groups, kv_channels)
             found.append((attention, _units(mlp, hidden_size, products)))
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
@@ -55,7 +55,7 @@ def unlike_layers(
 
 
 def hybrid_layers(
-    kinds: str, attention: Attention, state_space: Attention, ffn_hidden_size: int
+    kinds: str, attention: AttentionShape, state_space: AttentionShape, ffn_hidden_size: int
 ) -> UnlikeLayers:
     """Return the layers of a hybrid model whose ``kinds`` are Megatron's letters.
 
@@ -64,7 +64,7 @@ def hybrid_layers(
     Raises:
         ConfigError: there is another letter.
     """
-    nothing = Attention(weights=0, score_width=0, kept=0)
+    nothing = AttentionShape(weights=0, score_width=0, kept=0)
     known = {"M": (state_space, 0), "*": (attention, 0), "-": (nothing, ffn_hidden_size), "E": (nothing, 0)}
     if strange := sorted({*kinds} - {*known}):
         raise ConfigError(

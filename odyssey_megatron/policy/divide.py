@@ -16,7 +16,7 @@ from odyssey_megatron.plan.bound import cluster_bound_s
 from odyssey_megatron.policy import ways
 from odyssey_megatron.policy.pipelines import MANY_WORKERS, WORTH
 from odyssey_megatron.policy.search import Search
-from odyssey_megatron.policy.seating import Further, Shape
+from odyssey_megatron.policy.seating import Further, PipelineShapes
 from odyssey_megatron.policy.shares import SLACK
 from odyssey_megatron.policy.stages import Stage, path_s, reached_s
 
@@ -36,7 +36,7 @@ _LONGER = (1.0, 1.005, 1.01, 1.02)
 """Multiples of the least time, in which dealing out the remaining microbatches is tried in turn."""
 
 
-def divided(search: Search, workers: int, microbatches: int, least: int = 2) -> tuple[Shape, ...]:
+def divided(search: Search, workers: int, microbatches: int, least: int = 2) -> tuple[PipelineShapes, ...]:
     """Return the most promising shapes over ``workers`` equal workers with at least ``least`` pipelines.
 
     There are none unless they may be worth it compared with whole microbatches.
@@ -47,7 +47,7 @@ def divided(search: Search, workers: int, microbatches: int, least: int = 2) -> 
     return search.divided[key]
 
 
-def _divided(search: Search, workers: int, microbatches: int, least: int) -> Iterator[Shape]:
+def _divided(search: Search, workers: int, microbatches: int, least: int) -> Iterator[PipelineShapes]:
     costs = search.splits.costs
     if not 1 < workers <= MANY_WORKERS or len(costs.layers) < 4:
         return
@@ -144,7 +144,7 @@ class _Alike:
         self.likely_s = max(self.work_s + last_s, self.work_s * before + every_s, self.way_s)
         """An estimate of the step without the optimizer."""
 
-    def dealt(self, below_s: float) -> Shape | None:
+    def dealt(self, below_s: float) -> PipelineShapes | None:
         """Return the shape with what each pipeline and each worker gets, in the least time in which all can be dealt
         out.
 
@@ -167,7 +167,7 @@ class _Alike:
             ]
             further = self._further(holders, spare_s, left) if min(counts) else None
             if further is not None:
-                return Shape(
+                return PipelineShapes(
                     ends=tuple(self.splits.split(len(one.stages)) or () for one in each),
                     shares=tuple(counts),
                     estimate_s=max(self.likely_s, time_s),
@@ -216,7 +216,7 @@ class _Alike:
         return tuple(routes)
 
 
-def named(shape: Shape) -> str:
+def named(shape: PipelineShapes) -> str:
     """Describe ``shape`` for tables: ``15 pipelines of 31 workers in a W, and 2 of 64 microbatches through several of
     them``.
     """

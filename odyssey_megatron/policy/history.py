@@ -12,7 +12,7 @@ from odyssey_megatron.diagnosis.cells import OwnWork, with_ranks
 from odyssey_megatron.diagnosis.held_up import HeldUp, with_held_up
 from odyssey_megatron.diagnosis.links import LinkTiming, SumTiming, diagnose_links, diagnose_sums
 from odyssey_megatron.diagnosis.steps import StepTimes
-from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
+from odyssey_megatron.diagnosis.timings import TimedWork, Timing, Timings
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, diagnose, with_uneven_sequences
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.runs import from_runs
@@ -96,10 +96,10 @@ class History:
 
     def timings(self) -> Timings:
         """Return timings by worker: a cell is as slow as its slowest rank."""
-        longest: dict[tuple[int, int, Piece], tuple[float, int]] = {}
+        longest: dict[tuple[int, int, TimedWork], tuple[float, int]] = {}
         for rank, step, one in self._observations():
             for field_name, kind in _KINDS.items():
-                key = step, rank // self.cell_size, Piece(one.first, one.last, kind)
+                key = step, rank // self.cell_size, TimedWork(one.first, one.last, kind)
                 longest[key] = max(longest.get(key, (0.0, 0)), (getattr(one, field_name), one.samples))
         return Timings.of(Timing(*key, seconds, count=count) for key, (seconds, count) in longest.items())
 
@@ -222,10 +222,11 @@ def _since(steps: Mapping[int, T], oldest: list[int]) -> dict[int, T]:
 
 def _times_s(diagnosis: Diagnosis, first: int, last: int) -> dict[str, Any]:
     return {
-        name: diagnosis.costs.get(Piece(first, last, kind), (0.0, 0.0))[0] for name, kind in _KINDS.items()
+        name: diagnosis.costs.get(TimedWork(first, last, kind), (0.0, 0.0))[0]
+        for name, kind in _KINDS.items()
     }
 
 
-def _cost_s(costs: Costs, piece: Piece) -> float:
+def _cost_s(costs: Costs, piece: TimedWork) -> float:
     name = next(name for name, kind in _KINDS.items() if kind == piece.kind)
     return max(1e-9, sum(float(getattr(layer, name)) for layer in costs.layers[piece.first : piece.last]))

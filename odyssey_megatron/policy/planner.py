@@ -30,7 +30,7 @@ from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
 from odyssey_megatron.policy.preparing import incidents, prepare
 from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.redundancy import Standing
+from odyssey_megatron.policy.redundancy import RedundantPlan
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
 from odyssey_megatron.policy.score import mean_time_between_failures_s, next_loss_s, restart_cost_s
 from odyssey_megatron.policy.turns import TURNS
@@ -75,7 +75,7 @@ class PolicyPlanner:
     def __init__(self, config: OdysseyConfig):
         self._config = config
         self._home: Plan | None = None
-        self._standings: list[Standing] = []
+        self._standings: list[RedundantPlan] = []
         """The modes of redundancy to choose from, or to compare with, under ``--odyssey-redundancy compute`` and
         ``auto``.
         """
@@ -153,7 +153,7 @@ class PolicyPlanner:
             for name, plan, chosen, reason in rows
         )
 
-    def _chosen(self, state: ClusterState, now_s: float) -> tuple[Standing, tuple[CandidateRow, ...]]:
+    def _chosen(self, state: ClusterState, now_s: float) -> tuple[RedundantPlan, tuple[CandidateRow, ...]]:
         """Choose among the standings by the present rate of failures; the job goes on with the choice."""
         mtbf_s = mean_time_between_failures_s(state, self._config.mtbf_s, now_s)
         profile = self._priced(self._profile, state, self._standings[0].plan.step_s, now_s)

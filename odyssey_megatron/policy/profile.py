@@ -229,7 +229,7 @@ def _spread(fitted: list[float], observations: Sequence[Observation], seen: list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionShape:
     """The size of attention, or of what takes its place, in a transformer layer."""
 
     weights: int
@@ -240,7 +240,7 @@ class Attention:
     """Numbers per token that its backward needs: queries, keys, values, and the output."""
 
     @classmethod
-    def grouped(cls, hidden_size: int, heads: int, query_groups: int, kv_channels: int) -> Attention:
+    def grouped(cls, hidden_size: int, heads: int, query_groups: int, kv_channels: int) -> AttentionShape:
         """Return grouped-query attention with ``query_groups`` heads of keys and values, each of ``kv_channels``
         numbers.
         """
@@ -248,14 +248,14 @@ class Attention:
         return cls(weights=2 * hidden_size * (width + shared), score_width=width, kept=2 * (width + shared))
 
     @classmethod
-    def linear(cls, hidden_size: int) -> Attention:
+    def linear(cls, hidden_size: int) -> AttentionShape:
         """Return a single matrix product in place of attention."""
         return cls(weights=hidden_size**2, score_width=0, kept=hidden_size)
 
     @classmethod
     def state_space(
         cls, hidden_size: int, *, heads: int | None, head_dim: int, groups: int, states: int, seq_length: int
-    ) -> Attention:
+    ) -> AttentionShape:
         """Return a Mamba 2 layer in place of attention (arXiv 2405.21060, sections 6 and 7).
 
         Each number of all ``heads`` enters and leaves a state, and within chunks of 128 tokens there is a product with
@@ -287,7 +287,7 @@ class Attention:
         qk_head_dim: int,
         qk_pos_emb_head_dim: int,
         v_head_dim: int,
-    ) -> Attention:
+    ) -> AttentionShape:
         """Return multi-latent attention, whose keys and values come from ``kv_lora_rank`` numbers (DeepSeek-V2, arXiv
         2405.04434, section 2.1).
         """
@@ -356,7 +356,7 @@ def estimated_profile(
     num_transformer_layers: int,
     hidden_size: int,
     ffn_hidden_size: int,
-    attention: Attention,
+    attention: AttentionShape,
     seq_length: int,
     micro_batch_size: int,
     vocab_size: int,
@@ -373,7 +373,7 @@ def estimated_profile(
     recomputed_share: float = 0.0,  # share of layers that keep only their input for the backward
     experts: Experts | None = None,
     mtp_num_layers: int = 0,
-    unlike: Sequence[tuple[Attention, int]] = (),  # (attention, hidden units) of each layer
+    unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
 ) -> Profile:
     """Return the costs of a decoder-only transformer, estimated from FLOPs.
 
@@ -388,7 +388,7 @@ def estimated_profile(
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
     layer = functools.partial(_layer_cost, precision=precision, parts=tp)
 
-    def transformer(attention: Attention, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
+    def transformer(attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
         again, forward_s = recomputed_share, matmul_s + scores_s
@@ -453,11 +453,11 @@ def _together(*layers: LayerCost) -> LayerCost:
 
 def _shapes(
     num_transformer_layers: int,
-    attention: Attention,
+    attention: AttentionShape,
     ffn: int,
     experts: Experts | None,
-    unlike: Sequence[tuple[Attention, int]],
-) -> list[tuple[Attention, int, int, int, int]]:
+    unlike: Sequence[tuple[AttentionShape, int]],
+) -> list[tuple[AttentionShape, int, int, int, int]]:
     """Return for each transformer layer: attention, hidden units, those of all experts, those that a token passes, and
     the number of experts to choose from.
     """

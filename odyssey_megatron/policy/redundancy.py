@@ -29,7 +29,7 @@ searches for the same plan differ by as little, in the order of their instructio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RedundantPlan:
     """The failure-free plan with one kind of redundancy, and what a failure would cost under it."""
 
     mode: str
@@ -47,7 +47,9 @@ def with_mode(job: JobSpec, mode: str) -> JobSpec:
     return replace(job, least_holders=least, eager_forwards=mode == "compute")
 
 
-def standing(mode: str, job: JobSpec, state: ClusterState, profile: Profile, *, resumes: bool) -> Standing:
+def standing(
+    mode: str, job: JobSpec, state: ClusterState, profile: Profile, *, resumes: bool
+) -> RedundantPlan:
     """Work out ``mode`` for the failure-free layout.
 
     Args:
@@ -63,7 +65,7 @@ def standing(mode: str, job: JobSpec, state: ClusterState, profile: Profile, *, 
     alone = set(plan.layout.alone())
     again_s = _again_s(plan, profile.costs)
     others = [again_s[worker] if resumes else plan.step_s / 2 for worker in workers if worker not in alone]
-    return Standing(
+    return RedundantPlan(
         mode=mode,
         job=wanted,
         plan=plan,
@@ -94,13 +96,13 @@ def _again_s(plan: Plan, costs: Costs) -> dict[int, float]:
 
 
 def choose(
-    standings: Sequence[Standing],
+    standings: Sequence[RedundantPlan],
     among: Collection[str],
     profile: Profile,
     *,
     mtbf_s: float,
     horizon_s: float,
-) -> tuple[Standing, tuple[CandidateRow, ...]]:
+) -> tuple[RedundantPlan, tuple[CandidateRow, ...]]:
     """Return the mode of ``among`` that should train the most tokens until the horizon, and a row with the reason for
     each.
 
@@ -110,10 +112,10 @@ def choose(
     """
     usual_step_s = standings[0].plan.step_s
 
-    def pause_s(one: Standing) -> float:
+    def pause_s(one: RedundantPlan) -> float:
         return profile.detect_s + profile.group_build_s + one.redo_s
 
-    def score(one: Standing) -> float:
+    def score(one: RedundantPlan) -> float:
         return expected_tokens(
             tokens_per_step=one.job.tokens_per_step,
             step_s=one.plan.step_s,
@@ -126,7 +128,7 @@ def choose(
             usual_step_s=usual_step_s,
         )
 
-    def reason(one: Standing) -> str:
+    def reason(one: RedundantPlan) -> str:
         slower = one.plan.step_s / usual_step_s - 1
         fullest = max(size for _, size in one.plan.peak_bytes)
         parts = [f"step {slower:+.2%}, at most {fullest / 1e9:.3g} GB a worker"]
@@ -156,13 +158,13 @@ def choose(
 
 def possible(
     among: Collection[str], job: JobSpec, state: ClusterState, profile: Profile, *, resumes: bool
-) -> tuple[list[Standing], tuple[CandidateRow, ...]]:
+) -> tuple[list[RedundantPlan], tuple[CandidateRow, ...]]:
     """Return the standings of ``among``, that of off to compare them with, and a row for each mode that is impossible.
 
     Raises:
         PlanInfeasible: none of ``among`` fits.
     """
-    found, rows, why_not = list[Standing](), list[CandidateRow](), ""
+    found, rows, why_not = list[RedundantPlan](), list[CandidateRow](), ""
     for mode in ("off", *(one for one in MODES if one in among and one != "off")):
         try:
             if mode == "compute" and not resumes:

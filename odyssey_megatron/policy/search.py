@@ -20,7 +20,7 @@ from odyssey_megatron.policy.bounds import Rows
 from odyssey_megatron.policy.kinds import Slow, Sorts, sort_of, stages_of
 from odyssey_megatron.policy.partition import Partition
 from odyssey_megatron.policy.pipelines import MANY_WORKERS, Pipelines, Shares
-from odyssey_megatron.policy.seating import Shape
+from odyssey_megatron.policy.seating import PipelineShapes
 from odyssey_megatron.policy.splits import Splits
 from odyssey_megatron.policy.turns import TURNS, Preempted
 
@@ -74,7 +74,7 @@ class Search:
             if revisits
         )
         """Searches for the same job with more legs."""
-        self.divided: dict[tuple[int, int, int], tuple[Shape, ...]] = {}
+        self.divided: dict[tuple[int, int, int], tuple[PipelineShapes, ...]] = {}
         """What ``policy/divide.py`` has found."""
         self._shared: dict[int, Search] = {}
         self._ranked: dict[tuple[int, int], tuple[tuple[float, int], ...]] = {}
@@ -163,7 +163,7 @@ class Search:
             self._pipelines[key] = Pipelines(self.splits, *key, known, self._rows, self.balanced.sums)
         return self._pipelines[key]
 
-    def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> Shape:
+    def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> PipelineShapes:
         """Return ``found`` with its stages. Raises PlanInfeasible."""
         search = self._with_legs(found.legs)
         if not found.shares:
@@ -176,7 +176,7 @@ class Search:
             for start, (kind, _) in zip(starts, found.shares, strict=False)
             if sort_of(kind) >= 0
         )
-        return Shape(
+        return PipelineShapes(
             ends=tuple(ends),
             slow=tuple(slow),
             shares=tuple(count for _, count in found.shares),
@@ -247,7 +247,7 @@ class Search:
         """Return the estimated step of the balanced shape with this number of pipelines; None if it does not fit."""
         return self.sharing(pipelines).balanced.estimate_s(num_workers, num_microbatches, pipelines)
 
-    def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> Shape:
+    def shape(self, num_workers: int, num_microbatches: int, pipelines: int) -> PipelineShapes:
         """Return the balanced shape with this number of pipelines.
 
         Raises:

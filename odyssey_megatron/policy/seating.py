@@ -19,7 +19,7 @@ Further = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class PipelineShapes:
     """Pipelines without workers, each of whose stages is a *seat*. A replan chooses among shapes."""
 
     ends: tuple[tuple[int, ...], ...]
@@ -35,7 +35,7 @@ class Shape:
 
 
 def place(
-    shape: Shape,
+    shape: PipelineShapes,
     workers: Collection[int],
     previous: Layout,
     costs: Costs,
@@ -87,7 +87,11 @@ def place(
 
 
 def _slow_seats(
-    seats: Sequence[Collection[int]], shape: Shape, slow: Mapping[int, Slow], previous: Layout, costs: Costs
+    seats: Sequence[Collection[int]],
+    shape: PipelineShapes,
+    slow: Mapping[int, Slow],
+    previous: Layout,
+    costs: Costs,
 ) -> dict[int, int]:
     """Return seat -> the slow worker that sits there: the one of its sort that lacks the fewest bytes."""
     taken: dict[int, int] = {}
@@ -105,8 +109,8 @@ def _slow_seats(
 
 
 def _at_speed(
-    shape: Shape, pipelines: Sequence[tuple[int, ...]], costs: Costs, speeds: Mapping[int, float]
-) -> Shape:
+    shape: PipelineShapes, pipelines: Sequence[tuple[int, ...]], costs: Costs, speeds: Mapping[int, float]
+) -> PipelineShapes:
     """Return ``shape`` with boundaries and shares for the speeds of the workers on its seats."""
     work = [costs.layers[layer].compute_s for layer in ways.turns(len(costs.layers), shape.legs)]
     cuts, rates = [], []
@@ -122,7 +126,7 @@ def _at_speed(
         head = sum(costs.spans.forward_s(a, b) / capacity[place] for place, a, b in before)
         cuts.append(cut)
         rates.append(Rate(head_s=head, each_s=times[at]))
-    return Shape(
+    return PipelineShapes(
         ends=tuple(cuts),
         shares=min_max_shares(sum(shape.shares), rates),
         estimate_s=shape.estimate_s,

@@ -11,7 +11,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.rerouting import reroute
 from odyssey_megatron.policy.search import search_for
-from odyssey_megatron.policy.seating import Shape, place
+from odyssey_megatron.policy.seating import PipelineShapes, place
 from odyssey_megatron.policy.shares import min_max_shares
 from odyssey_megatron.studies.baselines import (
     Running,
@@ -85,13 +85,15 @@ class Chameleon(System):
 
 
 @lru_cache(maxsize=256)
-def partitioned(costs: Costs, workers: int, microbatches: int, *, ours: bool) -> tuple[float, Shape] | None:
+def partitioned(
+    costs: Costs, workers: int, microbatches: int, *, ours: bool
+) -> tuple[float, PipelineShapes] | None:
     """Return (estimated step, shape) of the best of Algorithm 1's balanced partitions; None if none fits.
 
     They are estimated by Eq. 10 and filtered by Eq. 14, and cached for each number of workers, as they are precomputed
     there.
     """
-    best: tuple[float, Shape] | None = None
+    best: tuple[float, PipelineShapes] | None = None
     search = search_for(costs, None)
     for _, pipelines in search.ranked(workers, microbatches):
         shape = search.shape(workers, microbatches, pipelines)

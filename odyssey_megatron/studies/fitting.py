@@ -24,7 +24,7 @@ them. Between runs a line is within a few percent; beyond them it is a guess (``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class WorkTime:
     """The time of one kind of work as a linear function of its FLOPs."""
 
     fixed_s: float = 0.0
@@ -37,11 +37,11 @@ class Line:
 
 Point = tuple[float, float]
 """(FLOPs, seconds)"""
-Work = tuple[Line, Line, Line]
+Work = tuple[WorkTime, WorkTime, WorkTime]
 """The lines of forward, input gradient and weight gradient."""
 
 
-def line_through(points: Sequence[Point]) -> Line:
+def line_through(points: Sequence[Point]) -> WorkTime:
     """Return the line with the least relative errors and no negative part; a fixed part only if ``points`` show one.
 
     It goes through 0 for one point, and for several with about as many FLOPs. Measured times are believed to 3 %;
@@ -49,11 +49,11 @@ def line_through(points: Sequence[Point]) -> Line:
     """
     found = [(flops, seconds) for flops, seconds in points if flops > 0 and seconds > 0]
     if not found:
-        return Line()
+        return WorkTime()
     unit_s, unit = (sum(map(itemgetter(at), found)) / len(found) for at in (1, 0))
     rows = [[unit_s / seconds, flops / unit * (unit_s / seconds)] for flops, seconds in found]
     fixed, each = least_squares(rows, [1.0] * len(rows), [1.0] * len(rows), [0.0, 1.0])
-    return Line(fixed_s=fixed * unit_s, flops_per_s=unit / (each * unit_s) if each > 0 else math.inf)
+    return WorkTime(fixed_s=fixed * unit_s, flops_per_s=unit / (each * unit_s) if each > 0 else math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def fitted(paths: Sequence[str]) -> Fitted:
     ends = ([(one.operations[at], _seconds(one.costs.layers[at])) for one in runs] for at in (0, -1))
     embedding, head = (_lines(found) for found in ends)
     layer = _lines([point for one in runs for point in _inner(one)])
-    if all(line == Line() for line in layer):
+    if all(line == WorkTime() for line in layer):
         raise ConfigError(
             f"--fit {' '.join(paths)}: transformer layers take no time there. Give runs whose ranks have timed them "
             "(profile.json of a run's folder)."

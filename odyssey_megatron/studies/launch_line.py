@@ -18,7 +18,7 @@ from odyssey_megatron.policy.block_configs import (
     kinds_of_ratios,
     unlike_layers,
 )
-from odyssey_megatron.policy.profile import Attention, Experts, Precision, recomputed
+from odyssey_megatron.policy.profile import AttentionShape, Experts, Precision, recomputed
 from odyssey_megatron.studies.launcher import nodes_and_gpus
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals
@@ -221,8 +221,8 @@ def _precision(line: _Line) -> Precision:
     )
 
 
-def _state_space(line: _Line, hidden: int) -> Attention:
-    return Attention.state_space(
+def _state_space(line: _Line, hidden: int) -> AttentionShape:
+    return AttentionShape.state_space(
         hidden,
         heads=line.maybe("mamba_num_heads"),
         head_dim=line.size("mamba_head_dim", 64),
@@ -267,10 +267,10 @@ def _unlike(line: _Line, layers: int, hidden: int, ffn: int) -> UnlikeLayers:
     )
 
 
-def _attention(line: _Line, hidden: int) -> Attention:
+def _attention(line: _Line, hidden: int) -> AttentionShape:
     heads = line.size("num_attention_heads")
     if line.has("multi_latent_attention"):
-        return Attention.latent(
+        return AttentionShape.latent(
             hidden,
             heads,
             q_lora_rank=line.maybe("q_lora_rank"),
@@ -280,7 +280,7 @@ def _attention(line: _Line, hidden: int) -> Attention:
             v_head_dim=line.size("v_head_dim", 128),
         )
     groups = line.size("num_query_groups", 1) if line.has("group_query_attention") else heads
-    return Attention.grouped(hidden, heads, groups, line.size("kv_channels", max(1, hidden // heads)))
+    return AttentionShape.grouped(hidden, heads, groups, line.size("kv_channels", max(1, hidden // heads)))
 
 
 def _vocab_size(line: _Line) -> int:

@@ -12,7 +12,7 @@ from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_ro
 from odyssey_megatron.plan.simulate import reduce_s
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.search import search_for
-from odyssey_megatron.policy.seating import Shape, place
+from odyssey_megatron.policy.seating import PipelineShapes, place
 from odyssey_megatron.policy.shares import deal, finish_s, min_max_shares
 from odyssey_megatron.studies.baselines import Running, System, World, expected_rate, pipelines_fit
 
@@ -69,14 +69,14 @@ class Oobleck(System):
             note="+".join(str(len(group)) for group in groups),
         )
 
-    def _shape(self, world: World, lengths: Sequence[int]) -> Shape:
+    def _shape(self, world: World, lengths: Sequence[int]) -> PipelineShapes:
         costs = world.profile.costs
         search = search_for(costs, None)
         splits = [search.splits.split(min(length, search.splits.most_stages)) or () for length in lengths]
         shares = min_max_shares(
             world.job.num_microbatches, [expected_rate(e, costs, ours=self.ours) for e in splits]
         )
-        return Shape(ends=tuple(splits), shares=shares, estimate_s=0.0)
+        return PipelineShapes(ends=tuple(splits), shares=shares, estimate_s=0.0)
 
     def _laid_out(self, world: World, groups: Sequence[Sequence[int]]) -> Layout:
         """Return a layout in which each group is a pipeline, in its order."""

@@ -26,7 +26,7 @@ _MOST_BOXES = 60_000
 """The most instructions that are drawn: a picture of more takes minutes, and nobody could read it."""
 
 
-def html(answer: whatif.Answer) -> str:
+def html(answer: whatif.WhatIf) -> str:
     """Return the whole page."""
     scenario, decision = answer.scenario, answer.decision
     shown = [("before", answer.before)] + ([("after", answer.plan)] if decision else [])
@@ -75,7 +75,7 @@ def html(answer: whatif.Answer) -> str:
     return document(f"odyssey plan: {scenario.name}", parts)
 
 
-def _next(answer: whatif.Answer) -> str:
+def _next(answer: whatif.WhatIf) -> str:
     """What the next loss would do, or that this one ends the job."""
     if answer.ends:
         return section("The job ends", "", f"<p>{escape(sentence(whatif.ends_text(answer)))}</p>")
@@ -86,7 +86,7 @@ def _next(answer: whatif.Answer) -> str:
     )
 
 
-def _facts(answer: whatif.Answer) -> str:
+def _facts(answer: whatif.WhatIf) -> str:
     before, after, tokens = answer.before, answer.plan, answer.scenario.job.tokens_per_step
     facts = [
         (f"{before.step_s:.3g} s", "a step", ""),
@@ -128,7 +128,7 @@ def _layout(plan: Plan, memory_bytes: int | None) -> str:
     return f'<table class="map">{"".join(rows)}</table>'
 
 
-def _schedules(answer: whatif.Answer, shown: Sequence[tuple[str, Plan]]) -> str:
+def _schedules(answer: whatif.WhatIf, shown: Sequence[tuple[str, Plan]]) -> str:
     # Imported here, so that plans can be made, and printed, without matplotlib.
     from odyssey_megatron.metrics.plots import schedule_picture
 

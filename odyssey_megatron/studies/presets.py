@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.block_configs import UnlikeLayers
-from odyssey_megatron.policy.profile import Attention, Experts, Precision, Profile, estimated_profile
+from odyssey_megatron.policy.profile import AttentionShape, Experts, Precision, Profile, estimated_profile
 
 EFFICIENCY = 0.45
 """Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""
@@ -34,7 +34,7 @@ class Model:
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
-    attention: Attention
+    attention: AttentionShape
     vocab_size: int
     seq_length: int
     precision: Precision = Precision()  # noqa: RUF009 # frozen
@@ -86,38 +86,38 @@ class Model:
 
 MODELS = {
     "llama2-7b": Model(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, attention=Attention.grouped(4096, 32, 32, 128),
+        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, attention=AttentionShape.grouped(4096, 32, 32, 128),
         vocab_size=32000, seq_length=4096,
     ),
     "llama2-13b": Model(
-        num_layers=40, hidden_size=5120, ffn_hidden_size=13824, attention=Attention.grouped(5120, 40, 40, 128),
+        num_layers=40, hidden_size=5120, ffn_hidden_size=13824, attention=AttentionShape.grouped(5120, 40, 40, 128),
         vocab_size=32000, seq_length=4096,
     ),
     "llama2-70b": Model(
-        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, attention=Attention.grouped(8192, 64, 8, 128),
+        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, attention=AttentionShape.grouped(8192, 64, 8, 128),
         vocab_size=32000, seq_length=4096,
     ),
     "llama3-8b": Model(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, attention=Attention.grouped(4096, 32, 8, 128),
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, attention=AttentionShape.grouped(4096, 32, 8, 128),
         vocab_size=128256, seq_length=8192,
     ),
     "llama3-70b": Model(
-        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, attention=Attention.grouped(8192, 64, 8, 128),
+        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, attention=AttentionShape.grouped(8192, 64, 8, 128),
         vocab_size=128256, seq_length=8192,
     ),
     "mixtral-8x7b": Model(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, attention=Attention.grouped(4096, 32, 8, 128),
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, attention=AttentionShape.grouped(4096, 32, 8, 128),
         vocab_size=32000, seq_length=4096,
         experts=Experts(layers=frozenset(range(1, 33)), count=8, topk=2, ffn_hidden_size=14336),
     ),
     "qwen3-30b-a3b": Model(
-        num_layers=48, hidden_size=2048, ffn_hidden_size=6144, attention=Attention.grouped(2048, 32, 4, 128),
+        num_layers=48, hidden_size=2048, ffn_hidden_size=6144, attention=AttentionShape.grouped(2048, 32, 4, 128),
         vocab_size=151936, seq_length=4096,
         experts=Experts(layers=frozenset(range(1, 49)), count=128, topk=8, ffn_hidden_size=768),
     ),
     "deepseek-v3": Model(
         num_layers=61, hidden_size=7168, ffn_hidden_size=18432,
-        attention=Attention.latent(
+        attention=AttentionShape.latent(
             7168, 128, q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
         ),
         vocab_size=129280, seq_length=4096,

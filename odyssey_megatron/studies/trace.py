@@ -23,7 +23,7 @@ TRACE_S = Between(0.001, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ClusterChange:
     """At ``t_s`` some workers die and others come back."""
 
     t_s: float
@@ -32,11 +32,11 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class FailureTrace:
     """Changes, ascending in time, over ``duration_s``."""
 
     name: str
-    changes: tuple[Change, ...]
+    changes: tuple[ClusterChange, ...]
     duration_s: float
     mtbf_s: float
 
@@ -55,11 +55,13 @@ class Played:
     """(since, tokens per second from then on, note)."""
 
 
-def monotone(workers: Sequence[int], interval_s: float, count: int, seed: int = 0) -> Trace:
+def monotone(workers: Sequence[int], interval_s: float, count: int, seed: int = 0) -> FailureTrace:
     """Return a trace in which a worker dies every ``interval_s``, ``count`` of them, and none comes back."""
     victims = random.Random(seed).sample(sorted(workers), count)
-    changes = tuple(Change(t_s=(i + 1) * interval_s, died=(victim,)) for i, victim in enumerate(victims))
-    return Trace(
+    changes = tuple(
+        ClusterChange(t_s=(i + 1) * interval_s, died=(victim,)) for i, victim in enumerate(victims)
+    )
+    return FailureTrace(
         name=f"one every {_duration(interval_s)}",
         changes=changes,
         duration_s=(count + 1) * interval_s,
@@ -69,7 +71,7 @@ def monotone(workers: Sequence[int], interval_s: float, count: int, seed: int = 
 
 def with_repairs(
     workers: Sequence[int], *, mtbf_s: float, repair_s: float, duration_s: float, seed: int = 0
-) -> Trace:
+) -> FailureTrace:
     """Return a trace with exponential times between failures and exponential repair times; at most half of the workers
     are down.
 
@@ -94,15 +96,15 @@ def with_repairs(
             events += [(now, victim, False), (down[victim], victim, True)]
         now += rng.expovariate(1 / mtbf_s)
     changes = tuple(
-        Change(t_s=t_s, died=() if back else (worker,), joined=(worker,) if back else ())
+        ClusterChange(t_s=t_s, died=() if back else (worker,), joined=(worker,) if back else ())
         for t_s, worker, back in sorted(events)
         if t_s < duration_s
     )
     name = f"random, mean {_duration(mtbf_s)}, repair {_duration(repair_s)}"
-    return Trace(name=name, changes=changes, duration_s=duration_s, mtbf_s=mtbf_s / 2)
+    return FailureTrace(name=name, changes=changes, duration_s=duration_s, mtbf_s=mtbf_s / 2)
 
 
-def read_trace(text: str, workers: Sequence[int], name: str = "file") -> Trace:
+def read_trace(text: str, workers: Sequence[int], name: str = "file") -> FailureTrace:
     """Read lines ``seconds kill|join WORKER``, closed by ``seconds end``; ``#`` starts a comment.
 
     Raises:
@@ -133,16 +135,18 @@ def read_trace(text: str, workers: Sequence[int], name: str = "file") -> Trace:
             raise ValueError(f"line {number}, {lines[number - 1][:40]!r}: the worker is {state} by then")
         alive = (alive - set(change.died)) | set(change.joined)
     found = tuple(change for _, change in changes)
-    return Trace(name=name, changes=found, duration_s=end, mtbf_s=end / max(1, len(found)))
+    return FailureTrace(name=name, changes=found, duration_s=end, mtbf_s=end / max(1, len(found)))
 
 
 def _words(line: str) -> list[str]:
     return line.split("#")[0].split()
 
 
-def _change(words: Sequence[str], workers: Sequence[int]) -> Change:
+def _change(words: Sequence[str], workers: Sequence[int]) -> ClusterChange:
     t_s, who = Between(0, TRACE_S.high).read(words[0]), Between(0, max(workers), whole=True).read(words[2])
-    return Change(t_s=t_s, died=(who,)) if words[1] == "kill" else Change(t_s=t_s, joined=(who,))
+    return (
+        ClusterChange(t_s=t_s, died=(who,)) if words[1] == "kill" else ClusterChange(t_s=t_s, joined=(who,))
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -210,7 +214,7 @@ class Odyssey(System):
         )
 
 
-def play(system: System, world: World, trace: Trace) -> Played:
+def play(system: System, world: World, trace: FailureTrace) -> Played:
     """Play ``trace``: tokens are trained whenever the system does not stand still.
 
     A death in the middle of a step costs half a step on average, which is done again. A change during a downtime starts
@@ -221,7 +225,7 @@ def play(system: System, world: World, trace: Trace) -> Played:
     now, tokens, still, restarts = 0.0, 0.0, 0.0, 0
     ready = _ready_s(now, running)
     history = [(0.0, _rate(world, running), "healthy")]
-    for change in (*trace.changes, Change(t_s=trace.duration_s)):
+    for change in (*trace.changes, ClusterChange(t_s=trace.duration_s)):
         tokens += max(0.0, change.t_s - max(now, ready)) * _rate(world, running)
         still += max(0.0, min(change.t_s, ready) - now)
         now = change.t_s
@@ -251,7 +255,7 @@ def _rate(world: World, running: Running) -> float:
     return world.job.tokens_per_step / running.step_s if math.isfinite(running.step_s) else 0.0
 
 
-def compare(systems: Sequence[Callable[[], System]], world: World, trace: Trace) -> tuple[Played, ...]:
+def compare(systems: Sequence[Callable[[], System]], world: World, trace: FailureTrace) -> tuple[Played, ...]:
     """Play the same trace with every system; the best first."""
     told = replace(world, mtbf_s=trace.mtbf_s)
     played = [play(make(), told, trace) for make in systems]

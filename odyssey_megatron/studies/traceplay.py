@@ -20,9 +20,9 @@ from odyssey_megatron.studies.recycle import ReCycle
 from odyssey_megatron.studies.scenario import add_scenario_arguments, scenario_from
 from odyssey_megatron.studies.trace import (
     TRACE_S,
+    FailureTrace,
     Odyssey,
     Played,
-    Trace,
     compare,
     monotone,
     read_trace,
@@ -115,7 +115,7 @@ def main_simulate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _traces(options: argparse.Namespace, world: World) -> list[Trace]:
+def _traces(options: argparse.Namespace, world: World) -> list[FailureTrace]:
     kinds = {"--trace": options.trace, "--mtbf-s": options.mtbf_s, "--interval-s": options.interval_s}
     if len(given := [flag for flag, value in kinds.items() if value]) > 1:
         raise ConfigError(
@@ -162,7 +162,7 @@ def table(played: Sequence[Played]) -> str:
     return "\n".join(lines)
 
 
-def plot(trace: Trace, played: Sequence[Played], path: str) -> None:
+def plot(trace: FailureTrace, played: Sequence[Played], path: str) -> None:
     """Draw throughput over time, one step line for each system. Raises ConfigError without matplotlib."""
     try:
         figures = import_module("matplotlib.figure")  # by name: optional, and nothing else here may draw

@@ -48,7 +48,7 @@ _SLOWER = (0.0, 0.002, 0.01, 0.03, 0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class WhatIf:
     """The answer to everything that was asked."""
 
     scenario: Scenario
@@ -191,7 +191,7 @@ def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
     return state
 
 
-def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
+def answered(scenario: Scenario, state: ClusterState, struck: str) -> WhatIf:
     """Return what a job would decide. Raises PlanInfeasible if the healthy one does not fit."""
     profile, config = scenario.profile, scenario.config
     # A job that does not fit would start without regard to memory; whoever asks wants to know that it does not fit.
@@ -211,7 +211,7 @@ def answered(scenario: Scenario, state: ClusterState, struck: str) -> Answer:
         else:
             decide_s, both = time.perf_counter() - began_s, two_speed(decision, config)
     plan = decision.plan if decision else start.plan
-    return Answer(
+    return WhatIf(
         scenario=scenario,
         state=state,
         struck=struck,
@@ -241,7 +241,7 @@ def _leaner(plan: Plan, state: ClusterState, profile: Profile) -> list[tuple[flo
     return found
 
 
-def _write(answer: Answer, path: Path) -> None:
+def _write(answer: WhatIf, path: Path) -> None:
     """Write the page. Raises ConfigError."""
     from odyssey_megatron.studies import plan_page  # it imports this module
 
@@ -256,7 +256,7 @@ def _write(answer: Answer, path: Path) -> None:
 # -- text ---------------------------------------------------------------------------------------------------------
 
 
-def _as_json(answer: Answer) -> str:
+def _as_json(answer: WhatIf) -> str:
     decision = answer.decision
     candidates = ",".join(to_json(row) for row in (decision.candidates if decision else answer.start))
     losses = ",".join(to_json(one) for one in answer.losses)
@@ -276,7 +276,7 @@ def _as_json(answer: Answer) -> str:
     return "{" + ",".join(f'"{name}":{value}' for name, value in found.items()) + "}\n"
 
 
-def _as_text(answer: Answer, width: int) -> str:
+def _as_text(answer: WhatIf, width: int) -> str:
     scenario, before = answer.scenario, answer.before
     lines = [
         f"{scenario.name}, cluster {nodes_and_gpus(scenario)}, {len(scenario.state.workers)} workers, "
@@ -326,13 +326,13 @@ def summary(name: str, plan: Plan, scenario: Scenario) -> str:
     )
 
 
-def communicators_text(answer: Answer, plan: Plan) -> str:
+def communicators_text(answer: WhatIf, plan: Plan) -> str:
     """Return a line on the number of a plan's communicators, and the time that they are expected to take."""
     found = answer.communicators(plan)
     return f"{found.held}; {'at the start' if plan is answer.before else 'at least'} {found.connected}"
 
 
-def best_layout(answer: Answer) -> str:
+def best_layout(answer: WhatIf) -> str:
     """Return a line on the best layout of the healthy job."""
     before, best = answer.before, answer.best
     if best.layout == before.layout:
@@ -343,7 +343,7 @@ def best_layout(answer: Answer) -> str:
     )
 
 
-def leaner_text(answer: Answer) -> str:
+def leaner_text(answer: WhatIf) -> str:
     """Return a line on what less memory would cost."""
     steps = (
         f"{share * 100:g}: {step_s * 1e3:.1f} ms, {fullest / GIB:.1f} GiB"
@@ -361,7 +361,7 @@ def two_speed_text(both: TwoSpeed) -> str:
     )
 
 
-def ends_text(answer: Answer) -> str:
+def ends_text(answer: WhatIf) -> str:
     """That the job would end, in a sentence or more."""
     return f"the job ends, exit code {answer.exit_code}: {answer.ends}"
 
@@ -377,7 +377,7 @@ def names_of(layers: Sequence[int], plan: Plan) -> str:
 LOSS_COLUMNS = ("the next loss", "with", "then", "step", "throughput")
 
 
-def loss_rows(answer: Answer) -> list[tuple[str, ...]]:
+def loss_rows(answer: WhatIf) -> list[tuple[str, ...]]:
     """Return the table of next losses, the worst first; losses with the same outcome share a row."""
     rows: dict[tuple[str, ...], list[NextLoss]] = {}
     for one in answer.losses:
@@ -394,7 +394,7 @@ def loss_rows(answer: Answer) -> list[tuple[str, ...]]:
     return found
 
 
-def _losses_text(answer: Answer) -> list[str]:
+def _losses_text(answer: WhatIf) -> list[str]:
     rows = loss_rows(answer)
     lines = [text_table(LOSS_COLUMNS, rows[:_SHOWN_LOSSES])]
     if len(rows) > _SHOWN_LOSSES:
@@ -402,7 +402,7 @@ def _losses_text(answer: Answer) -> list[str]:
     return [*lines, nodes_text(answer)]
 
 
-def nodes_text(answer: Answer) -> str:
+def nodes_text(answer: WhatIf) -> str:
     """Return a line on what the loss of a whole node would do."""
     fatal = on_one_node(answer.plan.layout, answer.state.nodes)
     if len({*answer.state.nodes.values()}) == 1:
@@ -417,5 +417,5 @@ def nodes_text(answer: Answer) -> str:
     )
 
 
-def _grid(answer: Answer, plan: Plan, width: int) -> list[str]:
+def _grid(answer: WhatIf, plan: Plan, width: int) -> list[str]:
     return [render(plan.schedule, answer.timeline(plan), width=width)] if width > 0 else []

@@ -21,7 +21,7 @@ from odyssey_megatron.upstream.refused import ROWS, SAID, SCRIPTS, TRIED, Decide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parser:
+class MegatronParser:
     """Megatron's own arguments, without those of the user's script; an empty one if they are not known yet."""
 
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Parser:
     version: str = ""
 
     @classmethod
-    def of(cls, parser: argparse.ArgumentParser, version: str) -> Parser:
+    def of(cls, parser: argparse.ArgumentParser, version: str) -> MegatronParser:
         """The arguments that ``parser`` knows so far."""
         actions = [one for one in parser._actions if one.default != argparse.SUPPRESS]
         flags: dict[str, list[str]] = {}
@@ -63,7 +63,7 @@ class Refusal:
     refuses: Decides | None
     """Whether this value, with these arguments, cannot work. None: any but the default is refused."""
 
-    def given(self, args: Any, parser: Parser) -> bool:
+    def given(self, args: Any, parser: MegatronParser) -> bool:
         """Whether ``args`` have the refused value, set by hand or by Megatron's validation."""
         value = getattr(args, self.dest, None)
         if self.refuses is not None:
@@ -97,7 +97,7 @@ REFUSALS = tuple(
 REFUSED = frozenset(one.dest for one in REFUSALS)
 
 
-def refused(args: Any, parser: Parser) -> Iterator[Refusal]:
+def refused(args: Any, parser: MegatronParser) -> Iterator[Refusal]:
     """The refusals that apply to ``args``, before Megatron's validation or after it."""
     return (one for one in REFUSALS if one.given(args, parser))
 
@@ -119,7 +119,7 @@ def _words(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def unknown(args: Any, parser: Parser, accepted: Collection[str] = ()) -> Iterator[str]:
+def unknown(args: Any, parser: MegatronParser, accepted: Collection[str] = ()) -> Iterator[str]:
     """The flags in ``args``, as the user gave them, that are Megatron's but on none of the lists."""
     for dest in parser.given(args):
         if dest not in WORKS and dest not in MOOT and dest not in REFUSED:
@@ -128,14 +128,14 @@ def unknown(args: Any, parser: Parser, accepted: Collection[str] = ()) -> Iterat
                 yield flag
 
 
-def moot(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
+def moot(args: Any, parser: MegatronParser) -> Iterator[tuple[str, str]]:
     """The flags in ``args``, as the user gave them, that change nothing, each with the reason."""
     for dest in parser.given(args):
         if dest in MOOT and getattr(args, dest) not in AS_ODYSSEY_DOES.get(dest, ()):
             yield parser.flag(dest), MOOT[dest]
 
 
-def ignored(args: Any, parser: Parser) -> Iterator[tuple[str, str]]:
+def ignored(args: Any, parser: MegatronParser) -> Iterator[tuple[str, str]]:
     """As :func:`moot`, without flags that plain Megatron-LM would not read either, some of which it sets itself."""
     yield from ((flag, why) for flag, why in moot(args, parser) if not why.startswith("read "))
     if with_muon(args):
@@ -166,7 +166,7 @@ def cautions(args: Any) -> Iterator[tuple[str, str]]:
 
 
 def reasons(
-    args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
+    args: Any, parser: MegatronParser, accepted: Collection[str] | None = None, *, strict: bool = False
 ) -> dict[str, str]:
     """Flag -> what is said of each flag that cannot work: its name first, the remedy last.
 
@@ -195,7 +195,7 @@ def reasons(
 
 
 def check(
-    args: Any, parser: Parser, accepted: Collection[str] | None = None, *, strict: bool = False
+    args: Any, parser: MegatronParser, accepted: Collection[str] | None = None, *, strict: bool = False
 ) -> None:
     """Raise ConfigError that names all flags that cannot work, before any GPU time is spent. Arguments as for
     :func:`reasons`.

@@ -53,7 +53,7 @@ class Seam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class SeamFinding:
     """The result of checking one seam."""
 
     seam: Seam
@@ -86,14 +86,14 @@ class Finding:
         )
 
 
-def check(seam: Seam, source: Source, version: str) -> Finding:
+def check(seam: Seam, source: Source, version: str) -> SeamFinding:
     """Look ``seam`` up in source code, which is not imported."""
-    return Finding(
+    return SeamFinding(
         seam=seam, version=version, expected=seam.expected(version), found=source.parameters(seam.target)
     )
 
 
-def check_live(seam: Seam, version: str) -> Finding:
+def check_live(seam: Seam, version: str) -> SeamFinding:
     """Look ``seam`` up in the imported Megatron. Raises MegatronIncompatible if its module cannot be imported."""
     expected = seam.expected(version)
     found = None
@@ -112,7 +112,7 @@ def check_live(seam: Seam, version: str) -> Finding:
                 ) from error
         except (AttributeError, KeyError):
             pass  # missing: the finding says so
-    return Finding(seam=seam, version=version, expected=expected, found=found)
+    return SeamFinding(seam=seam, version=version, expected=expected, found=found)
 
 
 def demand_all(table: Iterable[Seam]) -> None:

@@ -17,7 +17,7 @@ from odyssey_megatron.metrics.map import (
     stage_spans,
 )
 from odyssey_megatron.metrics.run import milliseconds, text_table
-from odyssey_megatron.metrics.standing import DEAD, JOINS, SHADOW, TRAINS, WAITS, Place
+from odyssey_megatron.metrics.standing import DEAD, JOINS, SHADOW, TRAINS, WAITS, MapPlace
 
 _HEAT = (22, 58, 136, 172, 202, 196)
 """Background colours, of the 256 that terminals have, from as fast as others to half as fast and less."""
@@ -98,7 +98,7 @@ def _heat_map(state: Live, width: int, colours: bool) -> list[str]:
     return [*lines, "✕ dead  + joins  s shadow  – waits  ? not measured", *map(printable, said), ""]
 
 
-def _cell(place: Place | None, width: int, colours: bool) -> str:
+def _cell(place: MapPlace | None, width: int, colours: bool) -> str:
     if place is None:
         return " " * width
     text = cell_text(place, dense=width < 5) or ("?" if place.slowness is None else "·")

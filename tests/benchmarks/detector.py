@@ -36,7 +36,7 @@ if __package__ in (None, ""):
 
 from odyssey_megatron.diagnosis.fit import fit
 from odyssey_megatron.diagnosis.links import LinkVerdict, diagnose_links
-from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
+from odyssey_megatron.diagnosis.timings import TimedWork, Timing, Timings
 from odyssey_megatron.diagnosis.verdicts import diagnose
 from tests.benchmarks.bars import Bar, at_least, at_most, exactly, finish
 from tests.diagnosis.simulated import Simulated, SimulatedLinks, until
@@ -58,7 +58,7 @@ def published(path: Path) -> tuple[Timings, dict[int, float]]:
         Timing(
             step=int(step),
             worker=int(replica) * stages + int(stage),
-            piece=Piece(int(stage), int(stage) + 1, kind),
+            piece=TimedWork(int(stage), int(stage) + 1, kind),
             seconds=float(seconds),
             microbatch=int(microbatch),
         )

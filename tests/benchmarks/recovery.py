@@ -24,7 +24,7 @@ sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
 
 from bars import at_least, at_most, finish, summarize, taken
 
-from odyssey_megatron.metrics.recoveries import Recovery
+from odyssey_megatron.metrics.recoveries import RecoveryRecord
 from odyssey_megatron.metrics.run import read_run
 from tests.launch.jobserver import ENVIRONMENT, JobServer
 
@@ -37,7 +37,9 @@ MODEL = (
 ).split()
 
 
-def shoot(server: JobServer, folder: Path, ranks: int, policy: str, victim: int, point: str) -> Recovery:
+def shoot(
+    server: JobServer, folder: Path, ranks: int, policy: str, victim: int, point: str
+) -> RecoveryRecord:
     """One job, one kill; what the recovery took."""
     script = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
     argv = [
@@ -89,7 +91,7 @@ def main() -> int:
     )
     parser.add_argument("--restarts", type=int, default=2)
     args = parser.parse_args()
-    found: dict[str, list[Recovery]] = {"reroute": [], "replan": []}
+    found: dict[str, list[RecoveryRecord]] = {"reroute": [], "replan": []}
     with tempfile.TemporaryDirectory() as name:
         folder, server = Path(name), JobServer.start(["tests.e2e.preload"])
         for policy, kills in (("reroute", args.kills), ("replan", args.kills // 2)):

@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from odyssey_megatron.config import INTERRUPTED_STEPS
-from odyssey_megatron.metrics.recoveries import Recovery
+from odyssey_megatron.metrics.recoveries import RecoveryRecord
 from tests.benchmarks import emulated_jobs
 from tests.benchmarks.bars import at_least, at_most, finish, summarize, taken
 from tests.launch.jobserver import JobServer
@@ -34,7 +34,7 @@ SHAPES = {
 SHARES = (0.25, 0.5, 0.75)
 
 
-def shoot(server: JobServer, folder: Path, shape: str, share: float, way: str) -> Recovery:
+def shoot(server: JobServer, folder: Path, shape: str, share: float, way: str) -> RecoveryRecord:
     """One job, one kill."""
     ranks, stages, victim = SHAPES[shape]
     replicas = ranks // stages
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    found: dict[tuple[str, float, str], list[Recovery]] = {}
+    found: dict[tuple[str, float, str], list[RecoveryRecord]] = {}
     with tempfile.TemporaryDirectory() as name:
         server = emulated_jobs.start_server()
         for number in range(args.rounds):

@@ -87,7 +87,7 @@ class StockTrainer:
         if args.use_distributed_optimizer:  # Odyssey does without Megatron's
             spec.ddp_config.use_distributed_optimizer = True
             spec.optimizer_config.use_distributed_optimizer = True
-        rng.initialize(args.seed, rng.Part.of(ProcessGroupCollection.use_mpu_process_groups()))
+        rng.initialize(args.seed, rng.LayerPart.of(ProcessGroupCollection.use_mpu_process_groups()))
         span.install()
         self._args, self._model = args, build_model(args, spec)
         self._optimizer = get_megatron_optimizer(spec.optimizer_config, [self._model])

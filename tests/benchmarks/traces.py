@@ -37,7 +37,7 @@ from odyssey_megatron.config import policies
 from odyssey_megatron.plan.memory import fullest_bytes
 from odyssey_megatron.studies.baselines import World, megatron_on
 from odyssey_megatron.studies.presets import preset_profile
-from odyssey_megatron.studies.trace import Change, Trace, compare, monotone, with_repairs
+from odyssey_megatron.studies.trace import ClusterChange, FailureTrace, compare, monotone, with_repairs
 from odyssey_megatron.studies.traceplay import MONOTONE_S, SYSTEMS
 from tests.benchmarks.bars import Bar, at_least, at_most, finish
 
@@ -101,10 +101,10 @@ def rates(setting: tuple[str, int, int], interval_s: float | None) -> dict[str, 
     return found
 
 
-def alive_share(trace: Trace, gpus: int) -> float:
+def alive_share(trace: FailureTrace, gpus: int) -> float:
     """Of the GPUs, the mean over the trace."""
     alive, before_s, sum_s = gpus, 0.0, 0.0
-    for one in (*trace.changes, Change(t_s=trace.duration_s)):
+    for one in (*trace.changes, ClusterChange(t_s=trace.duration_s)):
         sum_s += alive * (one.t_s - before_s)
         alive, before_s = alive + len(one.joined) - len(one.died), one.t_s
     return sum_s / gpus / trace.duration_s

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from odyssey_megatron.diagnosis.links import LinkTiming
-from odyssey_megatron.diagnosis.timings import Piece, Timings
+from odyssey_megatron.diagnosis.timings import TimedWork, Timings
 
 JITTER = (0.015, 0.021)
 """Of one forward and one backward, relative: what the healthy workers of ByteDance's trace AR have."""
@@ -60,7 +60,7 @@ class Simulated:
         return Timings(
             steps=tuple(range(self.steps)),
             workers=tuple(range(self.replicas * self.stages)),
-            pieces=tuple(Piece(one, one + 1, name) for one in range(self.stages) for name in _KINDS),
+            pieces=tuple(TimedWork(one, one + 1, name) for one in range(self.stages) for name in _KINDS),
             step=step,
             worker=worker,
             piece=stage * 2 + kind,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from odyssey_megatron.diagnosis.change import raised
-from odyssey_megatron.diagnosis.timings import Piece, Timing, Timings
+from odyssey_megatron.diagnosis.timings import TimedWork, Timing, Timings
 from odyssey_megatron.diagnosis.verdicts import diagnose
 from tests.diagnosis.simulated import Simulated, until
 
@@ -52,7 +52,7 @@ def test_slow_in_one_kind_of_its_work_alone(kind, factor):
         Timing(
             step,
             worker,
-            Piece(worker % 2, worker % 2 + 1, one),
+            TimedWork(worker % 2, worker % 2 + 1, one),
             cost * rng.normal(1.0, 0.01) * (factor if (worker, one) == (3, kind) and step >= 8 else 1.0),
         )
         for step in range(14)
@@ -139,7 +139,7 @@ def test_two_steps_say_nothing():
 
 def test_a_worker_that_was_away():
     rows = [
-        Timing(step, worker, Piece(0, 1, "forward"), 2.0 if worker == 1 else 1.0)
+        Timing(step, worker, TimedWork(0, 1, "forward"), 2.0 if worker == 1 else 1.0)
         for step in range(12)
         for worker in range(3)
         if worker != 1 or step >= 6

@@ -12,7 +12,7 @@ import pytest
 from odyssey_megatron.cli import main
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.doctor import command, communicators, environment, flags, megatron, packages
-from odyssey_megatron.doctor.rows import Host, Job, Package, Row
+from odyssey_megatron.doctor.rows import CheckRow, Host, Job, Package
 from odyssey_megatron.upstream import compat
 from odyssey_megatron.upstream.seam_table import SEAMS
 from odyssey_megatron.upstream.source import Source
@@ -370,8 +370,8 @@ def test_a_checkout_on_this_machine_is_looked_at_without_importing_it(any_megatr
 
 def test_problems_stand_before_what_is_fine():
     rows = [
-        Row(area="Megatron", name="a seam", state="ok", found="there"),
-        Row(area="packages", name="six", state="problem", found="missing", remedy="pip install six"),
+        CheckRow(area="Megatron", name="a seam", state="ok", found="there"),
+        CheckRow(area="packages", name="six", state="problem", found="missing", remedy="pip install six"),
     ]
     assert command.render(rows).splitlines() == [
         "packages:",

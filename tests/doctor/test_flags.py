@@ -83,7 +83,7 @@ def parser_with(*more):
 
 def said(argv, *more, accepted=(), strict=False):
     parser = parser_with(*more)
-    known = refusals.Parser.of(parser, "9.9")
+    known = refusals.MegatronParser.of(parser, "9.9")
     parser.add_argument("--of-the-script", default="no")  # as a script's extra_args_provider does
     return list(refusals.reasons(parser.parse_args(argv), known, accepted, strict=strict).values())
 
@@ -94,7 +94,7 @@ def test_all_refused_flags_are_named_at_once():
     parser = parser_with()
     args = parser.parse_args(["--fp4-format", "e2m1", "--freeze-all-layers"])
     with pytest.raises(ConfigError) as caught:
-        refusals.check(args, refusals.Parser.of(parser, "9.9"), ())
+        refusals.check(args, refusals.MegatronParser.of(parser, "9.9"), ())
     assert str(caught.value).splitlines() == ["2 of the job's flags cannot be used:", *lines]
 
 
@@ -131,7 +131,7 @@ def test_arguments_of_the_script_pass():
 
 def test_what_validation_derives_is_looked_at_but_not_taken_for_unknown():
     parser = parser_with("--new-thing")
-    args, known = parser.parse_args([]), refusals.Parser.of(parser, "9.9")
+    args, known = parser.parse_args([]), refusals.MegatronParser.of(parser, "9.9")
     args.new_thing, args.spec = "derived", "local"
     (line,) = refusals.reasons(args, known).values()
     assert line.startswith("--spec local does not work")

@@ -21,7 +21,7 @@ from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.policy.profile import Attention, Precision, Profile, estimated_profile
+from odyssey_megatron.policy.profile import AttentionShape, Precision, Profile, estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.alone import LAYERS, MICROBATCHES, STEPS, WIDTH
 from tests.execute.model import Stack
@@ -44,7 +44,7 @@ def profile(*, tied: bool = False) -> Profile:
     """What the stack costs, about."""
     return estimated_profile(
         num_transformer_layers=LAYERS - 2, hidden_size=WIDTH, ffn_hidden_size=WIDTH,
-        attention=Attention.grouped(WIDTH, 1, 1, WIDTH), seq_length=2, micro_batch_size=1, vocab_size=WIDTH,
+        attention=AttentionShape.grouped(WIDTH, 1, 1, WIDTH), seq_length=2, micro_batch_size=1, vocab_size=WIDTH,
         precision=Precision(dtype_bytes=8), flops_per_s=1e9, is_tied=tied,
     )  # fmt: skip
 

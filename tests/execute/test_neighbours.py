@@ -11,7 +11,7 @@ from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.neighbours import Neighbours
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.plan.wire import Head, Part, from_wire, to_wire
+from odyssey_megatron.plan.wire import Head, WorkerPart, from_wire, to_wire
 from odyssey_megatron.policy.decide import scheduled
 from odyssey_megatron.policy.links import around
 from odyssey_megatron.policy.rerouting import reroute
@@ -32,7 +32,7 @@ def orders(layout, workers: int) -> dict[int, list[int]]:
     )
     sent, found = to_wire(generation, 1), {}
     for worker, text in sent.parts.items():
-        part = from_json(Part, text)
+        part = from_json(WorkerPart, text)
         own = from_wire(from_json(Head, sent.head), worker, part, sent.templates[part.template]).plan
         cell = Cell(rank=worker)
         channels = Channels({}, cell=cell, num_layers=layout.num_layers, tagged=True)

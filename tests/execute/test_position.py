@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from odyssey_megatron.execute.position import Piece, Position
+from odyssey_megatron.execute.position import CommonWork, Position
 from odyssey_megatron.execute.votes import NUM_VOTES, Ballot, Votes
 from odyssey_megatron.rebuild.agree import left_behind
 
@@ -17,7 +17,7 @@ def test_whoever_is_ready_finishes_what_another_one_is_through_with():
     ahead, behind = Position(0, 4), Position(0, 4)
     for one in (ahead, behind):
         one.begin()
-        one.complete = Piece.STEP
+        one.complete = CommonWork.STEP
     ahead.commit(torch.ones(4, dtype=torch.float64))
     assert left_behind([ahead.standing(), behind.standing()])
     behind.commit(ahead.totals)

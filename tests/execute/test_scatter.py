@@ -17,7 +17,7 @@ def holder(rank: int, ranks: tuple[int, ...], folder: Path) -> None:
     """Of holders that have so many ``ranks``, which have the same gradients to sum."""
     import torch.distributed as dist
 
-    from odyssey_megatron.execute.scatter import Rows, Slices
+    from odyssey_megatron.execute.scatter import GradientRows, Slices
     from odyssey_megatron.rebuild.transfer import places
 
     size, of_rank = sum(ranks), [one for one, _ in places(ranks)]
@@ -38,7 +38,7 @@ def holder(rank: int, ranks: tuple[int, ...], folder: Path) -> None:
         slices = [
             Slices(who, [*torch.tensor_split(view, 2)]) for who, view in zip(owners, views, strict=True)
         ]
-        rows = Rows(slices, ranks, dist.group.WORLD)
+        rows = GradientRows(slices, ranks, dist.group.WORLD)
         assert rows.passes_on is ({*ranks} == {1})
         at_once = rows.passes_on and case % 2
         for low in range(0, rows.width, 7):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from odyssey_megatron.launch import alike
-from odyssey_megatron.launch.alike import History, is_shared
+from odyssey_megatron.launch.alike import KnownSince, is_shared
 
 
 def error():
@@ -38,13 +38,13 @@ def test_the_second_host_s_clocks_may_say_anything(monkeypatch, connect, ago_s, 
     first, second = (connect(writer=f"rank{rank}") for rank in range(2))
 
     monkeypatch.setattr(alike, "time", Clock(monotonic_s=5e6, wall_s=1.7e9))
-    history = History()
+    history = KnownSince()
     history.note(3)
     about = {"nodes": 2, "generation": 3}
     assert not is_shared(first, error(), rank=0, node=0, history=history, **about)
 
     monkeypatch.setattr(alike, "time", Clock(monotonic_s=100.0, wall_s=wall_s))
-    history = History()
+    history = KnownSince()
     history.note(3)
     history.note(4)
     monkeypatch.setattr(alike, "time", Clock(monotonic_s=100.0 + ago_s, wall_s=wall_s))
@@ -52,7 +52,7 @@ def test_the_second_host_s_clocks_may_say_anything(monkeypatch, connect, ago_s, 
 
 
 def test_a_generation_before_its_time_was_long_ago():
-    history = History()
+    history = KnownSince()
     history.note(7)
     assert history.ended_s(3) == float("inf")
     assert history.ended_s(7) == 0.0

@@ -12,7 +12,7 @@ from odyssey_megatron.errors import ControlPlaneLost, Superseded
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.control import Control
-from odyssey_megatron.launch.entering import Entering, Part, concerns, part_in
+from odyssey_megatron.launch.entering import Entering, Role, concerns, part_in
 from odyssey_megatron.launch.watch import Watch
 from odyssey_megatron.plan.generation import Generation
 from tests.plan.test_wire import planned
@@ -27,19 +27,19 @@ GENERATION = Generation(
 @pytest.mark.parametrize(
     ("rank", "incarnation", "part"),
     [
-        (0, 0, Part.MEMBER),
-        (3, 1, Part.MEMBER),  # it enters as it comes
-        (3, 0, Part.REPLACED),  # it was declared dead, and another process has its rank
-        (5, 2, Part.WAITS),
-        (5, 1, Part.REPLACED),
-        (6, 0, Part.LEFT),
-        (7, 0, Part.LEFT),  # its cell has lost a rank
-        (7, 1, Part.REPLACED),  # nobody has welcomed it
+        (0, 0, Role.MEMBER),
+        (3, 1, Role.MEMBER),  # it enters as it comes
+        (3, 0, Role.REPLACED),  # it was declared dead, and another process has its rank
+        (5, 2, Role.WAITS),
+        (5, 1, Role.REPLACED),
+        (6, 0, Role.LEFT),
+        (7, 0, Role.LEFT),  # its cell has lost a rank
+        (7, 1, Role.REPLACED),  # nobody has welcomed it
     ],
 )
 def test_each_process_has_one_part(rank, incarnation, part):
     assert part_in(GENERATION, rank, incarnation) is part
-    assert concerns(GENERATION, rank, incarnation) == (part in (Part.MEMBER, Part.LEFT))
+    assert concerns(GENERATION, rank, incarnation) == (part in (Role.MEMBER, Role.LEFT))
 
 
 @pytest.mark.parametrize("why", ["no route to rank 3", ""])

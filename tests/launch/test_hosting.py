@@ -12,7 +12,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import hosting as module
 from odyssey_megatron.launch.hosting import Hosting
-from odyssey_megatron.launch.verdict import Verdict
+from odyssey_megatron.launch.verdict import JobVerdict
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def hosting(tmp_path):
 def parts(hosting: Hosting, control, nodes: tuple[int, ...]) -> float:
     """In so many seconds."""
     began_s = time.monotonic()
-    hosting.part(control, Verdict(code=0, nodes=nodes), began_s)
+    hosting.part(control, JobVerdict(code=0, nodes=nodes), began_s)
     return time.monotonic() - began_s
 
 

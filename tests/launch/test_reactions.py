@@ -29,12 +29,12 @@ from odyssey_megatron.launch.reactions import (
     published,
     react,
 )
-from odyssey_megatron.launch.verdict import Verdict
+from odyssey_megatron.launch.verdict import JobVerdict
 from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from tests.launch.played import PLAN
 
 NODES = (0, 0, 1, 1, 2, 2)
-ENDS = (Stop, Finished, Verdict)
+ENDS = (Stop, Finished, JobVerdict)
 
 
 def begun(cell_size: int = 1) -> tuple[JobState, Generation]:

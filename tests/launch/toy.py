@@ -27,7 +27,7 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.policy.profile import Attention, Precision, estimated_profile
+from odyssey_megatron.policy.profile import AttentionShape, Precision, estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, graveyard_size, init_default_group
 
 MESSAGE = 4096
@@ -75,7 +75,7 @@ def posted_job(*, pipeline: int, steps: int) -> tuple[JobSpec, str]:
         num_transformer_layers=8,
         hidden_size=32,
         ffn_hidden_size=64,
-        attention=Attention.grouped(32, 2, 2, 16),
+        attention=AttentionShape.grouped(32, 2, 2, 16),
         seq_length=16,
         micro_batch_size=1,
         vocab_size=64,

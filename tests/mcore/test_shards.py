@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from odyssey_megatron.mcore.loop.shards import Slice, placed_in  # noqa: E402
+from odyssey_megatron.mcore.loop.shards import ParameterPlace, placed_in  # noqa: E402
 
 SHAPES = ((7, 9), (13,), (64, 2), (1,), (5, 5, 5), (300,), (64,), (31, 3))
 
@@ -46,7 +46,7 @@ def test_each_parameter_lies_where_megatron_puts_it(megatron, bucket_numel, shar
     for place, (_, parameter) in enumerate(chunk.named_parameters()):
         start, _, bucket = buffer.param_index_map[parameter]
         key, numel = buckets[bucket]
-        expected[place, ""] = Slice(
+        expected[place, ""] = ParameterPlace(
             bucket=key, start=start - buffer.buckets[bucket].offset, bucket_numel=numel
         )
     parameters = [((place, ""), parameter.numel()) for place, parameter in enumerate(chunk.parameters())]

@@ -24,7 +24,7 @@ def assert_equal(order: Any, samplers: Sequence[Any], *, size: int, consumed: in
 def main() -> None:
     from megatron.training.datasets import data_samplers
 
-    from odyssey_megatron.mcore.loop.orders import Repeated, Shuffled, Whole
+    from odyssey_megatron.mcore.loop.orders import Repeated, Shuffled, WholeSet
 
     for size, replicas, is_sharded in itertools.product((1, 2, 3), (1, 2, 4), (False, True)):
         for num_samples in (24, 25, 31) if is_sharded else (24, 48):
@@ -48,7 +48,7 @@ def main() -> None:
     whole = getattr(data_samplers, "MegatronFullValidationSampler", None)
     for replicas in (1, 2, 4) if whole is not None else ():
         samplers = [whole(31, rank, replicas) for rank in range(replicas)]
-        order = Whole(31, micro_batch_size=1, replicas=replicas)
+        order = WholeSet(31, micro_batch_size=1, replicas=replicas)
         assert len(order) == max(map(len, samplers))
         assert_equal(order, samplers, size=1, consumed=0, count=80)
 

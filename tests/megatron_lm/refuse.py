@@ -16,7 +16,7 @@ from megatron.training.arguments import add_megatron_arguments, parse_args
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import refusals
 
-PARSER = refusals.Parser.of(add_megatron_arguments(argparse.ArgumentParser()), __version__)
+PARSER = refusals.MegatronParser.of(add_megatron_arguments(argparse.ArgumentParser()), __version__)
 
 
 def refusal(argv: list[str]) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import Journal, read_journal
-from odyssey_megatron.metrics.records import COMMON_FIELDS, EVENTS, SCHEMA_VERSION, Line
+from odyssey_megatron.metrics.records import COMMON_FIELDS, EVENTS, SCHEMA_VERSION, JournalLine
 
 
 def test_events_come_back_in_order_with_the_common_fields(tmp_path):
@@ -31,7 +31,7 @@ def test_unknown_events_and_fields_are_refused(tmp_path):
 
 
 def test_what_each_field_holds_is_written_down():
-    assert {field for fields in EVENTS.values() for field in fields} <= set(Line.__annotations__)
+    assert {field for fields in EVENTS.values() for field in fields} <= set(JournalLine.__annotations__)
 
 
 def test_no_event_uses_the_name_of_a_common_field():

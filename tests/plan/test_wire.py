@@ -15,7 +15,15 @@ from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.resume import BEGINS, fits
-from odyssey_megatron.plan.wire import NO_PART, Head, Part, from_wire, has_part, to_wire, with_all_routes
+from odyssey_megatron.plan.wire import (
+    NO_PART,
+    Head,
+    WorkerPart,
+    from_wire,
+    has_part,
+    to_wire,
+    with_all_routes,
+)
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
@@ -70,7 +78,7 @@ def test_parts_are_the_whole(policy, copies, tied):
     assert set(sent.parts) == {worker for worker in range(WORKERS) if has_part(head.shape, worker)}
     assert set(sent.parts) == {*plan.layout.workers, *(one.source for one in plan.transfers)}
     for worker, text in sent.parts.items():
-        part = from_json(Part, text)
+        part = from_json(WorkerPart, text)
         found = from_wire(head, worker, part, sent.templates[part.template])
         assert replace(found, plan=plan, previous=None) == replace(generation, previous=None)
         own = found.plan
@@ -107,9 +115,9 @@ def test_a_worker_that_holds_nothing_any_more_sends_what_it_had():
     sent = to_wire(generation, 1)
     head = from_json(Head, sent.head)
     assert has_part(head.shape, WORKERS)
-    found = from_wire(head, WORKERS, from_json(Part, sent.parts[WORKERS])).plan
+    found = from_wire(head, WORKERS, from_json(WorkerPart, sent.parts[WORKERS])).plan
     assert (found.program(WORKERS), found.transfers) == ((), moved)
-    assert from_wire(head, 0, from_json(Part, sent.parts[0]), sent.templates[0]).plan.transfers == moved
+    assert from_wire(head, 0, from_json(WorkerPart, sent.parts[0]), sent.templates[0]).plan.transfers == moved
 
 
 def test_a_worker_that_holds_nothing():
@@ -138,7 +146,7 @@ def test_a_worker_that_is_visited_twice():
         number=1, members=(1, 2), dead=(), why="start", previous=None, plan=plan, plan_hash=plan.hash()
     )
     sent = to_wire(generation, 1)
-    found = from_wire(from_json(Head, sent.head), 2, from_json(Part, sent.parts[2]), "STEP").plan.layout
+    found = from_wire(from_json(Head, sent.head), 2, from_json(WorkerPart, sent.parts[2]), "STEP").plan.layout
     row = [BEGINS + 1, 0, BEGINS + 1]
     assert fits(found, 2, [row])
     assert not fits(found, 1, [row])

@@ -17,7 +17,7 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Attention, Precision, Profile, estimated_profile
+from odyssey_megatron.policy.profile import AttentionShape, Precision, Profile, estimated_profile
 from odyssey_megatron.policy.table import candidates_table
 from tests.plan.samples import uniform_costs
 
@@ -25,7 +25,7 @@ PROFILE = estimated_profile(
     num_transformer_layers=8,
     hidden_size=256,
     ffn_hidden_size=512,
-    attention=Attention.grouped(256, 8, 4, 32),
+    attention=AttentionShape.grouped(256, 8, 4, 32),
     seq_length=128,
     micro_batch_size=2,
     vocab_size=256,

@@ -6,10 +6,10 @@ import pytest
 
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.policy.measured import LinkSeen, LinkTimes, Measured, with_measured
-from odyssey_megatron.policy.profile import Attention, Observation, estimated_profile
+from odyssey_megatron.policy.profile import AttentionShape, Observation, estimated_profile
 
 PROFILE = estimated_profile(
-    num_transformer_layers=4, hidden_size=64, ffn_hidden_size=128, attention=Attention.grouped(64, 4, 2, 16),
+    num_transformer_layers=4, hidden_size=64, ffn_hidden_size=128, attention=AttentionShape.grouped(64, 4, 2, 16),
     seq_length=32, micro_batch_size=1, vocab_size=256,
 )  # fmt: skip
 

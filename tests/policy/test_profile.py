@@ -4,7 +4,7 @@ import pytest
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.profile import (
-    Attention,
+    AttentionShape,
     Experts,
     Observation,
     Profile,
@@ -17,7 +17,7 @@ from tests.plan.samples import uniform_costs
 SHAPE = {
     "hidden_size": 512,
     "ffn_hidden_size": 1408,
-    "attention": Attention.grouped(512, 8, 2, 64),
+    "attention": AttentionShape.grouped(512, 8, 2, 64),
     "seq_length": 256,
     "micro_batch_size": 2,
     "vocab_size": 1000,

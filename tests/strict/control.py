@@ -28,7 +28,7 @@ from odyssey_megatron.launch.offers import Offers
 from odyssey_megatron.launch.reactions import Answer, Forget, JobState, Recover
 from odyssey_megatron.launch.rebalancing import Rebalancing
 from odyssey_megatron.launch.replacing import Replacing
-from odyssey_megatron.launch.verdict import Verdict
+from odyssey_megatron.launch.verdict import JobVerdict
 from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.planner import PolicyPlanner
@@ -167,7 +167,7 @@ class Coordinator:
                 self._recover(action)
             case Stop() | Finished():
                 self._end(action)
-            case Verdict(code=code, why=why):
+            case JobVerdict(code=code, why=why):
                 self._end(reactions.stop(self.job, why, code))
 
     def _recover(self, wanted: Recover) -> None:

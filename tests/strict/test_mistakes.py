@@ -158,7 +158,7 @@ def test_a_send_before_its_producers_event_is_seen(monkeypatch):
 
 
 def test_a_reused_buffer_is_seen(monkeypatch):
-    from odyssey_megatron.execute.channels import Channels, Pending, Piece
+    from odyssey_megatron.execute.channels import Channels, MessagePart, Pending
     from tests.strict.device import Race
 
     rooms = {}
@@ -167,7 +167,7 @@ def test_a_reused_buffer_is_seen(monkeypatch):
         message = rooms.setdefault(id(self), room.new_empty(room.numel() + 1))
         ((peer, *_),) = self._ends_at(instr.peer)
         work = torch.distributed.irecv(message, peer, **self._where(instr, peer))
-        return Pending([Piece(work, message, [room])], room, with_word)
+        return Pending([MessagePart(work, message, [room])], room, with_word)
 
     monkeypatch.setattr(Channels, "receive", receive)
     with pytest.raises(Race, match=r"reads memory that recv of \S+ on \S+ may still be using"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.profile import Attention, Observation, Precision, calibrate, load_profile
+from odyssey_megatron.policy.profile import AttentionShape, Observation, Precision, calibrate, load_profile
 from odyssey_megatron.studies.fitting import fitted, line_through
 from odyssey_megatron.studies.presets import (
     ACCELERATORS,
@@ -91,7 +91,7 @@ def test_a_run_of_one_model_predicts_another_one_better_than_presets_do(tmp_path
 
 def test_layers_of_two_sizes_show_what_one_takes_whatever_its_size(tmp_path):
     small = Model(
-        num_layers=16, hidden_size=1024, ffn_hidden_size=2816, attention=Attention.grouped(1024, 16, 16, 64),
+        num_layers=16, hidden_size=1024, ffn_hidden_size=2816, attention=AttentionShape.grouped(1024, 16, 16, 64),
         vocab_size=32000, seq_length=1024,
     )  # fmt: skip
     of_small = measured(small.profile(ACCELERATORS["h100"]))
@@ -134,7 +134,7 @@ HERE = Path(__file__).parent / "measured"
 def llama(hidden, ffn, heads, seq_length=64):
     return Model(
         num_layers=8, hidden_size=hidden, ffn_hidden_size=ffn,
-        attention=Attention.grouped(hidden, heads, heads, hidden // heads), vocab_size=384, seq_length=seq_length,
+        attention=AttentionShape.grouped(hidden, heads, heads, hidden // heads), vocab_size=384, seq_length=seq_length,
         precision=Precision(dtype_bytes=4),
     )  # fmt: skip
 
@@ -179,7 +179,7 @@ def test_plans_say_that_they_are_fitted(capsys, tmp_path):
     # Far from what was measured is said; as JSON, too.
     tiny = ["--model", "llama2-7b", "--cluster", "1x8", "--fit"]
     small = replace(MODELS["llama2-7b"], hidden_size=512, ffn_hidden_size=1408, num_layers=8)
-    small = replace(small, attention=Attention.grouped(512, 8, 8, 64), seq_length=256)
+    small = replace(small, attention=AttentionShape.grouped(512, 8, 8, 64), seq_length=256)
     other = run_folder(tmp_path, "small", measured(small.profile(ACCELERATORS["h100"])))
     assert main_plan([*tiny, other, "--json"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]

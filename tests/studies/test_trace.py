@@ -27,9 +27,9 @@ from odyssey_megatron.studies.oobleck import Oobleck
 from odyssey_megatron.studies.recycle import ReCycle
 from odyssey_megatron.studies.stagger import staggered_step_s
 from odyssey_megatron.studies.trace import (
-    Change,
+    ClusterChange,
+    FailureTrace,
     Odyssey,
-    Trace,
     compare,
     monotone,
     play,
@@ -69,8 +69,8 @@ class Still(System):
 
 
 def test_play_adds_up():
-    trace = Trace(
-        name="one", changes=(Change(t_s=500.0, died=(0, 1, 2, 3)),), duration_s=1000.0, mtbf_s=500.0
+    trace = FailureTrace(
+        name="one", changes=(ClusterChange(t_s=500.0, died=(0, 1, 2, 3)),), duration_s=1000.0, mtbf_s=500.0
     )
     played = play(Still(), WORLD, trace)
     assert played.tokens_per_s * 1000 == pytest.approx(500 * 100 + (1000 - 500 - 105) * 50)
@@ -78,8 +78,8 @@ def test_play_adds_up():
 
 
 def test_a_change_during_a_downtime_starts_it_again():
-    changes = (Change(t_s=500.0, died=(0,)), Change(t_s=550.0, joined=(0,)))
-    played = play(Still(), WORLD, Trace(name="two", changes=changes, duration_s=1000.0, mtbf_s=500.0))
+    changes = (ClusterChange(t_s=500.0, died=(0,)), ClusterChange(t_s=550.0, joined=(0,)))
+    played = play(Still(), WORLD, FailureTrace(name="two", changes=changes, duration_s=1000.0, mtbf_s=500.0))
     assert played.tokens_per_s * 1000 == pytest.approx(500 * 100 + (1000 - 650) * 100)
 
 
@@ -96,7 +96,10 @@ def test_traces():
         up = (up - set(change.died)) | set(change.joined)
         assert len(up) >= 4
     text = "10 kill 3\n20 join 3  # repaired\n30 end\n"
-    assert read_trace(text, range(8)).changes == (Change(t_s=10.0, died=(3,)), Change(t_s=20.0, joined=(3,)))
+    assert read_trace(text, range(8)).changes == (
+        ClusterChange(t_s=10.0, died=(3,)),
+        ClusterChange(t_s=20.0, joined=(3,)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,8 +167,13 @@ def test_what_does_not_fit_on_fewer_replicas_stands_still(capsys, tmp_path):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_who_has_lost_everything_stands_still_and_restarts(system):
-    changes = (Change(t_s=500.0, died=tuple(range(8))), Change(t_s=1500.0, joined=tuple(range(8))))
-    played = play(system(), WORLD, Trace(name="all", changes=changes, duration_s=5000.0, mtbf_s=3600.0))
+    changes = (
+        ClusterChange(t_s=500.0, died=tuple(range(8))),
+        ClusterChange(t_s=1500.0, joined=tuple(range(8))),
+    )
+    played = play(
+        system(), WORLD, FailureTrace(name="all", changes=changes, duration_s=5000.0, mtbf_s=3600.0)
+    )
     assert played.downtime_s >= 1000 + WORLD.profile.restart_s
     assert played.restarts == 1
 
@@ -179,7 +187,9 @@ def test_a_restart_trains_on_whole_pipelines():
     checkpoint_every_s = math.sqrt(2 * 15.0 * 3600.0)
     slower = 1 + 15.0 / checkpoint_every_s
     still_s = WORLD.profile.restart_s + checkpoint_every_s / 2 + 11 * 6.0 * slower / 2
-    trace = Trace(name="one", changes=(Change(t_s=1e4, died=(5,)),), duration_s=2e4, mtbf_s=3600.0)
+    trace = FailureTrace(
+        name="one", changes=(ClusterChange(t_s=1e4, died=(5,)),), duration_s=2e4, mtbf_s=3600.0
+    )
     (played,) = compare((Restart,), WORLD, trace)
     expected = 1e4 * 1000 / (11 * 6.0 * slower) + (1e4 - still_s) * 1000 / (19 * 6.0 * slower)
     assert played.tokens_per_s * 2e4 == pytest.approx(expected)
@@ -199,8 +209,8 @@ def test_a_restart_trains_on_whole_pipelines():
 )
 def test_every_system_trains_on_and_none_faster_than_its_workers(system):
     """Down to half, with no more tokens than the work allows, and no fewer than one pipeline of Megatron's makes."""
-    changes = tuple(Change(t_s=1e4 * (i + 1), died=(dead,)) for i, dead in enumerate((5, 0, 3, 6)))
-    trace = Trace(name="half", changes=changes, duration_s=5e4, mtbf_s=1e4)
+    changes = tuple(ClusterChange(t_s=1e4 * (i + 1), died=(dead,)) for i, dead in enumerate((5, 0, 3, 6)))
+    trace = FailureTrace(name="half", changes=changes, duration_s=5e4, mtbf_s=1e4)
     (played,) = compare((system,), WORLD, trace)
     assert [since for since, _, _ in played.history] == [0.0, 1e4, 2e4, 3e4, 4e4]
     checkpoints = 1 + 15.0 / math.sqrt(2 * 15.0 * 1e4) if system is Restart else 1.0
@@ -217,7 +227,7 @@ def test_odyssey_is_never_below_one_policy_and_uses_repaired_workers():
     systems = [partial(Odyssey, policy) for policy in policies()]
     rates = {one.system: one.tokens_per_s for one in compare(systems, WORLD, trace)}
     assert rates["odyssey"] >= 0.999 * max(rates.values())
-    back = (Change(t_s=10.0, died=(1,)), Change(t_s=9000.0, joined=(1,)))
+    back = (ClusterChange(t_s=10.0, died=(1,)), ClusterChange(t_s=9000.0, joined=(1,)))
     played = play(Odyssey(), WORLD, replace(trace, changes=back))
     healthy, broken, repaired = (rate for _, rate, _ in played.history)
     assert broken < repaired

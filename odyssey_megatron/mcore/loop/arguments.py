@@ -45,7 +45,7 @@ def quiet_rebuilding() -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def say_moot(args: Any, parser: refusals.Parser, config: OdysseyConfig) -> None:
+def say_moot(args: Any, parser: refusals.MegatronParser, config: OdysseyConfig) -> None:
     """On one rank, print a line for each flag that is given but ignored, and for each that works with a caveat."""
     if args.rank == 0:
         for flag, why in refusals.ignored(args, parser):
@@ -75,10 +75,10 @@ def refused_by_megatron() -> Iterator[None]:
         ) from error
 
 
-def split_of(args: Any) -> Callable[[Any], span.Split]:
+def split_of(args: Any) -> Callable[[Any], span.MegatronSplit]:
     """A function from a config to the split that Megatron would make of its model; ``args`` as before :func:`adapt`."""
     return functools.partial(
-        span.Split.of,
+        span.MegatronSplit.of,
         stages=args.pipeline_model_parallel_size,
         virtual_stages=args.virtual_pipeline_model_parallel_size,
         layout=args.pipeline_model_parallel_layout,
@@ -110,7 +110,7 @@ def job_of(
     args: Any,
     transformer_config: Any,
     config: OdysseyConfig,
-    split: span.Split,
+    split: span.MegatronSplit,
     *,
     batch_size: int,
     optimizer_copies: int,
@@ -336,7 +336,7 @@ _WHOLE_MOMENTS = dict.fromkeys(
 
 
 def spec_of(
-    args: Any, config: Any, split: span.Split, model_provider: Any, *, overflow_ends_job: bool
+    args: Any, config: Any, split: span.MegatronSplit, model_provider: Any, *, overflow_ends_job: bool
 ) -> ModelSpec:
     """The model of ``args``, with Megatron's own stages, each of which is seeded as in Megatron."""
     from megatron.training import initialize

@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from odyssey_megatron.errors import MegatronIncompatible
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.mcore.loop import shards
-from odyssey_megatron.mcore.loop.whole import Whole
+from odyssey_megatron.mcore.loop.whole import WholeLayers
 from odyssey_megatron.mcore.model import span
 from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.flat import Cut
@@ -143,7 +143,9 @@ class OptimizerView:
         self._committed: Callable[[], int] = (
             (lambda: runtime().committed) if runtime is not None else lambda: 0
         )
-        self._whole = Whole(model, lambda *block: runtime().holders_of(*block) if runtime else _nobody())
+        self._whole = WholeLayers(
+            model, lambda *block: runtime().holders_of(*block) if runtime else _nobody()
+        )
         self._model, self._cell = model, cell
         self._takes_shards = False
         """Whether what is loaded has the types of a distributed optimizer."""
@@ -212,7 +214,7 @@ class OptimizerView:
                 one.get("optimizer", one)["state"]["common_step"] = torch.tensor(step)
         return state
 
-    def _slices(self) -> dict[int, shards.Slice]:
+    def _slices(self) -> dict[int, shards.ParameterPlace]:
         layers = self._model.layers
         slices = self._saved.slices(layers, self._model.spec.config, self._cell)
         return {

@@ -21,7 +21,7 @@ def global_samples(*, before: int, microbatch: int, micro_batch_size: int) -> ra
     return range(first, first + micro_batch_size)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """The order in which the samples of a data set are consumed (``mcore/loop/orders.py``)."""
 
     def __call__(self, places: range) -> Sequence[int]:
@@ -67,7 +67,7 @@ class MicrobatchSource:
         dataset: Sequence[Any],
         *,
         micro_batch_size: int,
-        order: Order | None = None,
+        order: SampleOrder | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
         offset: int = 0,
         squared_lengths: Callable[[int], float] | None = None,

@@ -73,7 +73,7 @@ class Door:
     def __init__(self, config: OdysseyConfig):
         self._config = config
         self._joined_with: Session | None = None
-        self._parser = refusals.Parser()
+        self._parser = refusals.MegatronParser()
         self._work: CommonWork | None = None
         self._stage = OwnStage()
         self._feed = Feed(self._stage)
@@ -95,7 +95,7 @@ class Door:
 
     def add_megatron_arguments(self, original: Any, parser: Any) -> Any:
         parser = original(parser)
-        self._parser = refusals.Parser.of(parser, compat.check_version())
+        self._parser = refusals.MegatronParser.of(parser, compat.check_version())
         add_arguments(parser)
         return parser
 

@@ -38,11 +38,11 @@ class Observer:
     def __init__(self, config: OdysseyConfig):
         self._config = config
         self._connected: Member | None = None
-        self._parser = refusals.Parser()
+        self._parser = refusals.MegatronParser()
 
     def add_megatron_arguments(self, original: Any, parser: Any) -> Any:
         parser = original(parser)
-        self._parser = refusals.Parser.of(parser, compat.check_version())
+        self._parser = refusals.MegatronParser.of(parser, compat.check_version())
         add_arguments(parser)
         return parser
 

@@ -70,7 +70,7 @@ class Repeated:
         return [one % self._read for one in places]
 
 
-class Whole:
+class WholeSet:
     """``--full-validation`` from 0.18 on: the whole set, in microbatches of one sample, dealt to the replicas in turn;
     each replica repeats its own.
     """
@@ -100,7 +100,7 @@ def order_of(args: Any, dataset: Any, replicas: int) -> Any:
     sizes = {"micro_batch_size": args.micro_batch_size, "replicas": replicas}
     split = getattr(dataset, "split", getattr(dataset, "index_split", None))
     if args.full_validation and split == Split.valid:
-        kind = Whole if compat.validates_by_single_samples() else Repeated
+        kind = WholeSet if compat.validates_by_single_samples() else Repeated
         return kind(len(dataset), **sizes)
     if args.dataloader_type == "cyclic":
         return Shuffled(len(dataset), is_sharded=args.data_sharding, **sizes)

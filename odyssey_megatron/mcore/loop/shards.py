@@ -34,7 +34,7 @@ from odyssey_megatron.mcore.loop import loading
 from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.optimizer import pairs, settings_of
-from odyssey_megatron.mcore.model.span import Split
+from odyssey_megatron.mcore.model.span import MegatronSplit
 
 TYPE = "distrib_optim_sharding_type"
 BY_PARAMETER, BY_BUCKET = "fully_reshardable", "dp_reshardable"
@@ -51,7 +51,7 @@ Parameter = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class ParameterPlace:
     """Where a parameter lies in a bucket."""
 
     bucket: str
@@ -123,7 +123,7 @@ class Saved:
             "alone: --no-load-optim."
         )
 
-    def slices(self, held: Sequence[HeldLayer], config: Any, cell: Any) -> dict[Parameter, Slice]:
+    def slices(self, held: Sequence[HeldLayer], config: Any, cell: Any) -> dict[Parameter, ParameterPlace]:
         """Where the parameters of all layers lie in the buckets of this rank's shard. Collective.
 
         Args:
@@ -149,7 +149,7 @@ class Saved:
         dist.all_gather_object(found, mine)
         numels = {layer: parameters for one in found for layer, parameters in one.items()}
         tied = behind if (behind := config.num_layers + 2) in numels else None
-        stored, result = _stored_buckets(self.folder), dict[Parameter, Slice]()
+        stored, result = _stored_buckets(self.folder), dict[Parameter, ParameterPlace]()
         for stage, chunks in enumerate(_split(config, self.args).chunks()):
             # Experts that are spread over ranks have an optimizer of their own.
             for spread, group in enumerate((cell.tp, cell.tp_ep)):
@@ -169,7 +169,7 @@ class Saved:
 
     def _placed(
         self, stage: int, buckets: Sequence[tuple[str, int]], chunk: Sequence[tuple[Parameter, int]]
-    ) -> dict[Parameter, Slice]:
+    ) -> dict[Parameter, ParameterPlace]:
         """Where the parameters of a ``chunk`` lie. Raises ConfigError."""
         placed = dict(placed_in(buckets, chunk))
         if len(placed) < len(chunk):
@@ -211,7 +211,7 @@ def _stored_buckets(folder: str) -> dict[tuple[int, int, int], list[tuple[str, i
     return {place: [one for _, one in sorted(buckets.items())] for place, buckets in found.items()}
 
 
-def _split(config: Any, saved: Any) -> Split:
+def _split(config: Any, saved: Any) -> MegatronSplit:
     """How the model was split in the job with the arguments ``saved``."""
     config = copy.copy(config)
     for name, argument in (
@@ -222,7 +222,7 @@ def _split(config: Any, saved: Any) -> Split:
         ("account_for_loss_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     ):
         setattr(config, name, getattr(saved, argument, None))
-    return Split.of(
+    return MegatronSplit.of(
         config,
         stages=saved.pipeline_model_parallel_size,
         virtual_stages=getattr(saved, "virtual_pipeline_model_parallel_size", None),
@@ -232,7 +232,7 @@ def _split(config: Any, saved: Any) -> Split:
 
 def placed_in(
     buckets: Sequence[tuple[str, int]], parameters: Sequence[tuple[Parameter, int]]
-) -> Iterator[tuple[Parameter, Slice]]:
+) -> Iterator[tuple[Parameter, ParameterPlace]]:
     """Where each of a chunk's ``parameters``, given with its numel, lies. Yields fewer of them, or none, if they do not
     fit.
 
@@ -249,7 +249,7 @@ def placed_in(
             return
         # The last parameter must end where the last bucket does.
         if parameter != parameters[0][0] or (len(rest) == 1 and at + numel == rest[0][1]):
-            yield parameter, Slice(bucket=rest[0][0], start=at, bucket_numel=rest[0][1])
+            yield parameter, ParameterPlace(bucket=rest[0][0], start=at, bucket_numel=rest[0][1])
         at += numel
 
 
@@ -299,7 +299,7 @@ def to_write(whole: Any, model_state: Any, step: float | None) -> dict[str, Any]
 
 
 def to_read(
-    whole: Any, model_state: Any, slices: Mapping[int, Slice] | None, chained: str = ""
+    whole: Any, model_state: Any, slices: Mapping[int, ParameterPlace] | None, chained: str = ""
 ) -> dict[str, Any]:
     """What must be loaded from a checkpoint for :func:`take`.
 
@@ -325,7 +325,7 @@ def to_read(
     return {"states": states} | alike
 
 
-def _in_bucket(lies: Slice, name: str, tensor: torch.Tensor, rank: int) -> ShardedTensor:
+def _in_bucket(lies: ParameterPlace, name: str, tensor: torch.Tensor, rank: int) -> ShardedTensor:
     flat = tensor.detach().reshape(-1)
     return ShardedTensor(
         f"{lies.bucket}.{name}",

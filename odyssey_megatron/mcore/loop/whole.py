@@ -50,7 +50,7 @@ class _Part(NamedTuple):
         return self.group.rank() == self.root
 
 
-class Whole:
+class WholeLayers:
     """The layers of a rank whose state is cut."""
 
     def __init__(self, model: MegatronModel, holders_of: HoldersOf):

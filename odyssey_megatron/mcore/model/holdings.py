@@ -31,8 +31,8 @@ class Holdings:
 
     def __init__(self, spec: ModelSpec, cell: Cell, groups_of_cell: ProcessGroupCollection):
         self.spec, self.cell, self._groups = spec, cell, groups_of_cell
-        rng.initialize(spec.seed, rng.Part.of(self._groups))
-        self._seeds = rng.LayerSeeds(spec.seed, rng.Part.of(self._groups))
+        rng.initialize(spec.seed, rng.LayerPart.of(self._groups))
+        self._seeds = rng.LayerSeeds(spec.seed, rng.LayerPart.of(self._groups))
         self.routing = experts.Routing(spec.config, self._groups, self._seeds)
         self._parts = Parts(cell)
         self._held: dict[int, HeldLayer] = {}

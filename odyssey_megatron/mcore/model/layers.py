@@ -208,7 +208,7 @@ def initial_parts(
                 step=rng.INITIAL,
                 microbatch=rng.INITIAL,
                 layer=drawn_with,
-                part=rng.Part.of(groups),
+                part=rng.LayerPart.of(groups),
             )
             found[index] = build_part(spec, index, groups)
     for stage, chunks in enumerate(spec.stages):

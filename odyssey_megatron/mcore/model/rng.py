@@ -25,7 +25,7 @@ def derive_seed(*parts: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """Which part of a layer a rank has; different parts draw different random numbers."""
 
     tensor: int = 0
@@ -34,19 +34,19 @@ class Part:
     """The number of the rank's part of the experts."""
 
     @classmethod
-    def of(cls, groups: ProcessGroupCollection) -> Part:
+    def of(cls, groups: ProcessGroupCollection) -> LayerPart:
         return cls(groups.tp.rank(), groups.tp_ep.rank())
 
 
-_WHOLE = Part()
+_WHOLE = LayerPart()
 
 
-def initialize(seed: int, part: Part = _WHOLE) -> None:
+def initialize(seed: int, part: LayerPart = _WHOLE) -> None:
     """Create Megatron's generator states; their contents are set again for each layer."""
     model_parallel_cuda_manual_seed(seed, tp_rank=part.tensor, ep_rank=0, etp_rank=part.experts)
 
 
-def set_state(seed: int, *, step: int, microbatch: int, layer: int, part: Part = _WHOLE) -> None:
+def set_state(seed: int, *, step: int, microbatch: int, layer: int, part: LayerPart = _WHOLE) -> None:
     """Seed the default generators (the same for all ranks of a lane) and each of Megatron's states (different for each
     part).
     """
@@ -68,7 +68,7 @@ class LayerSeeds:
     for evaluations, in which routers may draw random numbers.
     """
 
-    def __init__(self, seed: int, part: Part = _WHOLE):
+    def __init__(self, seed: int, part: LayerPart = _WHOLE):
         self._seed, self._part = seed, part
         self.step, self.microbatch = INITIAL, INITIAL
 

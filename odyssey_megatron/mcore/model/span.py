@@ -37,7 +37,7 @@ def building(offset: int, count: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class MegatronSplit:
     """How Megatron itself cuts the model: for each virtual stage, the number of transformer layers in each stage."""
 
     counts: tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Split:
         virtual_stages: int | None,
         layout: str | None,
         segments: Sequence[str] = (),
-    ) -> Split:
+    ) -> MegatronSplit:
         """The split that Megatron makes of these arguments.
 
         ``virtual_stages``: the number of chunks of a stage, None for one; ``layout``:

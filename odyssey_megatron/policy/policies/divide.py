@@ -8,7 +8,7 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.divide import divided, named
 from odyssey_megatron.policy.proposal import Policy, Sketch
-from odyssey_megatron.policy.seating import Shape, place
+from odyssey_megatron.policy.seating import PipelineShapes, place
 
 
 class Divide(Policy):
@@ -25,7 +25,7 @@ class Divide(Policy):
         for shape in divided(case.search, len(case.alive), case.job.num_microbatches):
             yield self._sketch(case, shape)
 
-    def _sketch(self, case: Case, shape: Shape) -> Sketch:
+    def _sketch(self, case: Case, shape: PipelineShapes) -> Sketch:
         costs = case.profile.costs
 
         def layout() -> Layout:
