@@ -211,7 +211,7 @@ def journal(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("7\n", "line 1: it is no event of a journal (expected Line, found 7)"),
+        ("7\n", "line 1: it is no event of a journal (expected JournalLine, found 7)"),
         ("[" * 100_000, "nested too deeply"),
         ('{"x":' * 100_000, "nested too deeply"),
         ("9" * 5000, "line 1"),
