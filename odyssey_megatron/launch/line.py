@@ -107,9 +107,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 
 
 def number_of_nodes(args: Any) -> int:
-    """Return the number of nodes. Raises ConfigError for a range, as a job starts with all of its nodes, and for a node
-    rank beyond that number.
-    """
+    """Return the number of nodes. Raises ConfigError for a range, as a job starts with all of its nodes."""
     least, _, most = str(args.nnodes).partition(":")
     if most and most != least:
         raise ConfigError(
@@ -117,14 +115,9 @@ def number_of_nodes(args: Any) -> int:
             "lost later are survived."
         )
     try:
-        nodes = int(_NODES.read(least))
+        return int(_NODES.read(least))
     except ValueError as error:
         raise ConfigError(f"--nnodes {args.nnodes}: {error}.") from None
-    if args.node_rank >= nodes:
-        raise ConfigError(
-            f"--node-rank {args.node_rank}: --nnodes {nodes} has the node ranks 0 to {nodes - 1}."
-        )
-    return nodes
 
 
 def meeting(args: Any, config: OdysseyConfig, *, nodes: int, token: str, hosts: bool = False) -> Meeting:

@@ -37,6 +37,10 @@ def _run(argv: Sequence[str], joins: bool) -> int:
     args = line.parse(argv, "odyssey join" if joins else "odyssey run")
     config = config_from_argv(args.training_script_args)
     nodes = line.number_of_nodes(args)
+    if args.node_rank >= nodes:
+        raise ConfigError(
+            f"--node-rank {args.node_rank}: --nnodes {nodes} has the node ranks 0 to {nodes - 1}."
+        )
     _check_injections(config, nodes, args.nproc_per_node)
     token = line.token(several=nodes > 1 or bool(config.job_host))
     if config.job_host and args.rdzv_backend != "static":
