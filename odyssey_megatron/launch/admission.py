@@ -52,8 +52,8 @@ _NOBODY_CAME = (
     "address is its own."
 )
 _WAITS = (
-    "[odyssey] nobody who hosts this job answers at {host}:{port} yet ({error}); waiting for {limit_s:.0f} s. It is "
-    "{who}"
+    "[odyssey] nobody who hosts this job answers at {host}:{port} yet ({error}); waiting for {who}, {limit_s:.0f} s "
+    "at most."
 )
 _NOT_OURS = (
     "this host, where the job's nodes are to meet, cannot listen at {host}:{port}: {error}. Give another port "
