@@ -5,6 +5,7 @@ Megatron numbers layers and iterations from 1, while plans and journals count fr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 _FEW = 16
@@ -62,7 +63,7 @@ def lengths_text(counts: Iterable[tuple[int, int]]) -> str:
     counts = list(counts)
     if sum(count for _, count in counts) <= _FEW:
         return "+".join(str(length) for length, count in counts for _ in range(count))
-    of_each: dict[int, int] = {}
+    of_each = Counter[int]()
     for length, count in counts:
-        of_each[length] = of_each.get(length, 0) + count
+        of_each[length] += count
     return "+".join(f"{count}x{length}" for length, count in of_each.items())

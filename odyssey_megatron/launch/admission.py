@@ -67,7 +67,7 @@ _ONLY_HERE = (
 _MEET_S = 600.0
 """How long nodes wait for the first one; torchrun's own limit."""
 _SAYS_AFTER_S = 5.0
-"""Of waiting, that somebody does: others may start a little later."""
+"""After this time of waiting for the host it is said: it may start a little later than this node."""
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _ASKED_AT_ONCE, _ASKED_FOR_S = 256, 2.0
 """The largest number of strangers at the door (the one there longest makes room), and how long each may stay."""

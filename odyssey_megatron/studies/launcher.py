@@ -1,4 +1,4 @@
-"""On how many GPUs a launch script starts its job: what it tells torchrun, or else Slurm."""
+"""The number of GPUs on which a launch script starts its job, from what it tells torchrun, or else Slurm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nodes_and_gpus(launcher: Sequence[str]) -> tuple[int, int] | None:
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:
-    """Of flags, the last one of a name first."""
+    """Flag, without dashes -> its value; the last one if it is given several times."""
     found = {}
     for word, behind in pairwise([*words, ""]):
         name, equals, value = word.partition("=")
@@ -39,7 +39,7 @@ def _values(words: Sequence[str]) -> dict[str, str]:
 
 
 def _number(values: dict[str, str], names: Sequence[str]) -> int | None:
-    """Of the first of ``names`` that says one."""
+    """The number of GPUs or nodes that the first of the flags ``names`` with one says; None: none does."""
     for name in names:
         for one in values.get(name, "").split(","):
             if (said := _GPUS.fullmatch(one)) and (name != "gres" or one.startswith("gpu:")) and int(said[1]):
