@@ -13,7 +13,7 @@ from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.policy.kinds import Slow
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import reroute
-from odyssey_megatron.policy.score import expected_tokens, next_loss_s
+from odyssey_megatron.policy.score import NODE_SHARE, expected_tokens, next_loss_s
 from odyssey_megatron.policy.search import Search, search_for
 
 
@@ -86,6 +86,17 @@ class Case:
         }
 
     @cached_property
+    def nodes(self) -> dict[int, int]:
+        """The node of each living worker."""
+        return {worker.worker: worker.node for worker in self.state.workers if worker.alive}
+
+    @cached_property
+    def node_share(self) -> float:
+        """The share of losses that are taken to be of a whole node; 0.0 if replicas need not be on different nodes."""
+        several = len(set(self.nodes.values())) > 1
+        return NODE_SHARE if several and self.job.spreads_replicas else 0.0
+
+    @cached_property
     def rerouted(self) -> Layout:
         """The previous layout with the microbatches of dead and slow workers given to others. Several policies build on
         it.
@@ -147,15 +158,22 @@ class Case:
         return step_s + self.profile.costs.optimizer_s
 
     def fatal_share(self, layout: Layout) -> float:
-        """Return the share of next losses that would leave some layer of ``layout`` without a holder, with every living
-        rank equally likely to be lost.
+        """Return the share of next losses that would leave some layer of ``layout`` without a holder.
+
+        Every living rank is equally likely to be lost; or, in :attr:`node_share` of losses, every node.
         """
-        alone = set(layout.alone())
+        owners = {one for of_layer in set(layout.owners) for one in of_layer}
+        alone = {one[0] for one in owners if len(one) == 1}
         ranks, of_all = (
             sum(self.shares.get(worker, WHOLE_CELL).ranks for worker in workers)
             for workers in (alone, self.alive)
         )
-        return ranks / of_all
+        share = ranks / of_all
+        if self.node_share:
+            on = [{self.nodes[worker] for worker in one} for one in owners]
+            fatal = {node for nodes in on if len(nodes) == 1 for node in nodes}
+            share += self.node_share * (len(fatal) / len(set(self.nodes.values())) - share)
+        return share
 
 
 def with_links(profile: Profile, state: ClusterState) -> Profile:

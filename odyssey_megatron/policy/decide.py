@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import heapify, heappop, heappush
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
@@ -25,30 +22,21 @@ from odyssey_megatron.plan.lean import leaner
 from odyssey_megatron.plan.memory import caps_for, per_rank
 from odyssey_megatron.plan.order import Order, order_routes
 from odyssey_megatron.plan.plan import Plan, Transfer
-from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
+from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy.case import Case, with_links, worker_shares, worker_speeds
+from odyssey_megatron.policy.contest import MANY_WORKERS, best_of
 from odyssey_megatron.policy.options import (
-    Drawn,
-    LaidOut,
-    Option,
+    Candidate,
     Options,
-    drawn,
-    laid_out,
     options,
     options_with_less,
-    restart,
     without_transfers,
 )
-from odyssey_megatron.policy.pipelines import ALIKE
 from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.proposal import Proposal, Sketch
+from odyssey_megatron.policy.reasons import restart_row, row_of, unscored, why
 from odyssey_megatron.policy.rerouting import heirs
 from odyssey_megatron.policy.score import mean_time_between_failures_s
-from odyssey_megatron.policy.shares import SLACK
-
-_FINALISTS = 6
-"""The largest number of shapes of one policy that are scheduled in full; the others only get an estimate."""
 
 _MOST_VISITS = 2048
 """The most visits of microbatches to workers for which an order that needs less memory is looked for while the job
@@ -60,34 +48,6 @@ _WAITED_FOR = 0.005
 it: ranks would wait for that, 30 to 150 ms for 32 workers where it was not worked out before.
 """
 
-_MANY_WORKERS = 256
-"""Above this number of workers the best shape by its estimate comes first, as its pipelines are alike, and is the only
-shape that is laid out. Other options are worked out only if they may win by 0.5 %.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """An option worked out far enough to be scored."""
-
-    option: Option
-    found: LaidOut
-    order: Order
-    step_s: float
-    score: float
-
-    @property
-    def layout(self) -> Layout:
-        return self.found.layout
-
-    @property
-    def transfers(self) -> tuple[Transfer, ...]:
-        return self.found.transfers
-
-    @property
-    def transition_s(self) -> float:
-        return self.option.least_transition_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -98,7 +58,7 @@ class Decision:
 
     case: Case
     options: Options
-    best: _Candidate
+    best: Candidate
     policy: str
     candidates: tuple[CandidateRow, ...]
     bound_s: float
@@ -182,7 +142,7 @@ def _assembled(
     order: Order, layout: Layout, costs: Costs, caps: dict[int, int], speeds: dict[int, float], eager: bool
 ) -> Assembled:
     """Lower and verify: no plan leaves this module unverified (I7)."""
-    if not eager or len(layout.workers) > _MANY_WORKERS:  # too slow for so many in a recovery
+    if not eager or len(layout.workers) > MANY_WORKERS:  # too slow for so many in a recovery
         return assemble(order, layout, costs)
     whose = heirs(layout, costs, speeds)
     return assemble_eager(order, layout, costs, whose, caps=caps, speeds=speeds)
@@ -272,20 +232,20 @@ def _decided(
     case: Case, proposed: Options, config: OdysseyConfig, kept_policy: str, longest_s: float = math.inf
 ) -> Decision:
     job, profile = case.job, case.profile
-    best, rows = _search(case, proposed.found, config.policy, longest_s)
-    rows += [_unscored(name, None, reason) for name, reason in proposed.impossible]
+    best, rows = best_of(case, proposed.found, config.policy, longest_s)
+    rows += [unscored(name, None, reason) for name, reason in proposed.impossible]
     if best is None:
         raise _no_plan(case, rows)
     ahead = None
     if job.eager_forwards:
         ahead = _assembled(best.order, best.layout, profile.costs, best.found.caps, case.speeds, True)
-    why = _why(best.option, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
+    reason = why(best.option, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
     if config.uses_nccl:
         plan = Needs(best.layout, best.transfers, beside=not case.lost)
         anew = communicators(plan, job.cell(0), Needs(case.previous, case.moved))
-        why += f"; at least {anew.connected}" if anew.anew else f"; {anew.connected}"
-    rows.append(_row(case, best, True, why))
-    rows += [_restart_row(case, best.score)] if case.state.dead else []
+        reason += f"; at least {anew.connected}" if anew.anew else f"; {anew.connected}"
+    rows.append(row_of(case, best, True, reason))
+    rows += [restart_row(case, best.score)] if case.state.dead else []
     rows.sort(key=lambda row: (not row.chosen, row.score is None, -(row.score or 0.0), row.name))
     return Decision(
         case=case,
@@ -311,187 +271,3 @@ def _check_holders(case: Case) -> None:
         ranks = {w.worker: w.ranks for w in case.state.workers}
         named = tuple(sorted(rank for worker in lost.ranks for rank in ranks.get(worker, (worker,))))
         raise LayersLost(lost.layers, named, num_layers=lost.num_layers, copies=lost.copies) from None
-
-
-def _search(
-    case: Case, found: Sequence[Option], policy: str, longest_s: float
-) -> tuple[_Candidate | None, list[CandidateRow]]:
-    """Find the best option by branch and bound, in order of the best score that each could have.
-
-    The first option in the order is made and laid out, if it is not yet, and put back by its new bound; if it comes
-    first again, it is scheduled. The search ends when no option left can win. An option of the policy asked for comes
-    before all others, and if one can be had, no other is scheduled. Returns the winner, and a row for everything else.
-    """
-
-    def wanted(option: Option) -> bool:
-        return policy in ("auto", option.policy.name) or option.policy.always
-
-    many = len(case.state.workers) > _MANY_WORKERS
-    finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
-
-    def place(option: Option, number: int) -> tuple[object, ...]:
-        first = (not option.policy.many_shapes, not isinstance(option.found, LaidOut)) if many else ()
-        return (not wanted(option), *first, -_on_paper(option.promise(case)), number)
-
-    numbers = itertools.count()
-    queue = [(place(option, number), number, option) for number, option in zip(numbers, found, strict=False)]
-    heapify(queue)
-    worked: list[_Candidate] = []
-    rows: list[CandidateRow] = []
-    left: list[Option] = []
-    shapes = Counter[str]()  # number of scheduled shapes by policy
-    settled = False  # an option of the policy asked for can be had
-    while queue:
-        _, number, option = heappop(queue)
-        best = max((one.score for one in worked), default=-math.inf)
-        promise = option.promise(case)
-        hopeless = settled and not wanted(option)
-        if worked:
-            hopeless |= _on_paper(promise) <= _on_paper(best + margin * abs(best))
-        if option.policy.many_shapes:
-            alike = [one.score for one in worked if one.option.policy is option.policy]
-            hopeless |= bool(alike) and promise <= max(alike) + ALIKE * abs(best)
-            hopeless |= shapes[option.policy.name] >= finalists
-        if hopeless:
-            left.append(option)
-            continue
-        try:
-            if isinstance(option.found, LaidOut):
-                shapes[option.policy.name] += 1
-                worked.append(_work_out(case, option, option.found, best, longest_s))
-                settled |= wanted(option)
-            else:  # of equally good options those that had to be made come last
-                number = number if isinstance(option.found, Drawn) else next(numbers)
-                option = _nearer(case, option)
-                heappush(queue, (place(option, number), number, option))
-        except PlanInfeasible as error:
-            rows.append(_unscored(option.name, None, f"{option.note}: {error}"))
-    if not worked:
-        return None, rows
-    best_one = max(worked, key=lambda one: (_on_paper(one.score), -one.transition_s))
-    rows += [_row(case, one, False, _lost(one, best_one)) for one in worked if one is not best_one]
-    return best_one, rows + _left_over(case, left, best_one, wanted)
-
-
-def _nearer(case: Case, option: Option) -> Option:
-    """Return ``option`` with a tighter bound if it has one, otherwise made and laid out. Raises PlanInfeasible."""
-    sketch = option.found
-    if not isinstance(sketch, Sketch):
-        return laid_out(case, option)
-    if sketch.tighter:
-        least_s = max(option.least_step_s, sketch.tighter())
-        return replace(option, least_step_s=least_s, found=replace(sketch, tighter=None))
-    made = Proposal(layout=sketch.make(), note=option.note)
-    least_holders = sketch.least_holders or case.job.least_holders
-    return laid_out(case, drawn(case, option.policy, made, least_holders=least_holders))
-
-
-def _on_paper(score: float) -> float:
-    """Return ``score`` to 10 digits, so that of options that are equal on paper the one that changes less wins."""
-    return float(f"{score:.10g}")
-
-
-def _left_over(
-    case: Case, left: list[Option], best: _Candidate, wanted: Callable[[Option], bool]
-) -> list[CandidateRow]:
-    """Return a row for each option that was not scheduled; all shapes of a policy that has many share one row."""
-    rows = []
-    shapes = Counter(option.policy.name for option in left if option.policy.many_shapes)
-    for option in left:
-        many = option.policy.many_shapes
-        count = shapes.pop(option.policy.name, 0)
-        if many and not count:
-            continue  # included in the row of the first
-        more = f" (and {count - 1} more shapes)" if count > 1 else ""
-        promise = option.promise(case)
-        if not wanted(option):
-            reason = "not the policy asked for"
-        elif promise <= best.score * (1 + ALIKE) or not many:
-            reason = f"not scheduled: at best {_beside(promise, best.score)}"
-        else:
-            reason = "not scheduled: behind others by its estimate"
-        rows.append(_unscored(option.name, option.least_step_s, f"{option.note}{more}; {reason}"))
-    return rows
-
-
-def _work_out(case: Case, option: Option, found: LaidOut, best: float, longest_s: float) -> _Candidate:
-    """Schedule ``option`` and score it.
-
-    Raises PlanInfeasible as soon as its score cannot exceed ``best``, or its step is longer than ``longest_s``.
-    """
-    costs, layout = case.profile.costs, found.layout
-    before_s = None
-    if best > -math.inf:
-        longest_s = min(longest_s, option.longest_step_s(case, best))
-    if longest_s < math.inf:
-        before_s = computed_before_s(layout, costs, longest_s * SLACK)
-    order = order_routes(
-        layout,
-        costs,
-        in_flight_cap=found.caps,
-        speeds=case.speeds,
-        before_s=before_s,
-        thorough=case.thorough,
-    )
-    step_s = step_end_s(layout, costs, order.done_s, order.tails())
-    score = case.score(step_s, option.least_transition_s, option.fatal_share)
-    return _Candidate(option=option, found=found, order=order, step_s=step_s, score=score)
-
-
-def _why(best: Option, policy: str, rows: list[CandidateRow]) -> str:
-    if policy == "auto" or best.policy.always:
-        return f"{best.note}; best score"
-    if best.policy.name == policy:
-        return f"{best.note}; --odyssey-policy {policy}"
-    reasons = "; ".join(row.reason for row in rows if row.name == policy)
-    return f"{best.note}; --odyssey-policy {policy} is impossible: {reasons}"
-
-
-def _row(case: Case, one: _Candidate, chosen: bool, reason: str) -> CandidateRow:
-    share, next_loss = one.option.fatal_share, 0.0
-    if share:
-        next_loss = case.next_loss(share)
-        slower = f", then {1 - case.left:.0%} slower" if case.left < 1 else ""
-        reason += f"; {share:.0%} of losses end the job ({case.profile.restart_s:,.0f} s{slower})"
-    return CandidateRow(
-        name=one.option.name,
-        step_s=one.step_s,
-        transition_s=one.transition_s,
-        score=one.score,
-        chosen=chosen,
-        reason=reason,
-        next_loss=next_loss,
-    )
-
-
-def _restart_row(case: Case, best: float) -> CandidateRow:
-    found = restart(case)
-    if isinstance(found, str):
-        return _unscored("restart", None, found)
-    step_s, score = found
-    return CandidateRow(
-        name="restart",
-        step_s=step_s,
-        transition_s=case.profile.restart_s,
-        score=score,
-        chosen=False,
-        reason=f"whole pipelines, from a checkpoint; {_beside(score, best)}"
-        + ("" if score <= best else "; nothing that a running job can choose"),
-    )
-
-
-def _lost(one: _Candidate, chosen: _Candidate) -> str:
-    return f"{one.option.note}; {_beside(one.score, chosen.score)}"
-
-
-def _beside(score: float, best: float) -> str:
-    """Return ``score`` relative to ``best``, in words. Scores are negative where the next failure would cost more than
-    can be gained.
-    """
-    if best <= 0:
-        return f"score {score:,.0f}"
-    return f"{abs(1 - score / best):.1%} {'fewer' if score <= best else 'more'} tokens"
-
-
-def _unscored(name: str, step_s: float | None, reason: str) -> CandidateRow:
-    return CandidateRow(name=name, step_s=step_s, transition_s=None, score=None, chosen=False, reason=reason)

@@ -10,8 +10,10 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.bound import lower_bound_s
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.memory import caps_for
+from odyssey_megatron.plan.order import Order
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
+from odyssey_megatron.plan.spread import apart
 from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.links import around
@@ -63,6 +65,29 @@ class Option:
         return gain / above if above > 0 else math.inf
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An option worked out far enough to be scored."""
+
+    option: Option
+    found: LaidOut
+    order: Order
+    step_s: float
+    score: float
+
+    @property
+    def layout(self) -> Layout:
+        return self.found.layout
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return self.found.transfers
+
+    @property
+    def transition_s(self) -> float:
+        return self.option.least_transition_s
+
+
 Tried = tuple[Policy, Proposal, Option | None]
 """(policy, proposal without redundancy, the option made of it or None if it does not fit)."""
 
@@ -95,6 +120,7 @@ def options(case: Case) -> Options:
         if option and proposal.settles:
             return Options(found=(option,), impossible=tuple(impossible), tried=tuple(tried))
     found = _shadowed(case, tried, impossible)
+    found += [other for option in found for other in with_replicas_apart(case, option)]
     return Options(found=(*found, *sketches), impossible=tuple(impossible), tried=tuple(tried))
 
 
@@ -204,7 +230,7 @@ def drawn(
         PlanInfeasible: it does not fit.
     """
     costs, layout = case.profile.costs, proposal.layout
-    nodes = {worker.worker: worker.node for worker in case.state.workers if worker.alive}
+    nodes = case.nodes
     if not policy.stays:
         layout = around(layout, costs)
     if least_holders:
@@ -223,6 +249,22 @@ def drawn(
         fatal_share=case.fatal_share(layout),
         found=Drawn(layout=layout, caps=caps),
     )
+
+
+def with_replicas_apart(case: Case, option: Option) -> list[Option]:
+    """Return ``option``, which has a layout, with replicas on different nodes, if the job wants them there and the loss
+    of a node would end it; at most one option.
+    """
+    one = option.found
+    if not case.node_share or option.policy.stays or not isinstance(one, Drawn) or not option.fatal_share:
+        return []
+    layout = replace(one.layout, keepers=(), copies=0)
+    moved = apart(layout, case.previous, case.nodes, case.job.optimizer_copies, case.slow.get)
+    if moved is layout:
+        return []
+    proposal = Proposal(layout=moved, note=f"{option.note}, replicas on different nodes", name=option.name)
+    found = _possible(case, option.policy, proposal, [])
+    return [found] if found and found.fatal_share < option.fatal_share else []
 
 
 def laid_out(case: Case, option: Option) -> Option:

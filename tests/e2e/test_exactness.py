@@ -77,7 +77,12 @@ SHARDED = {
 """With the optimizer state of each layer cut over its four holders, each slice on two of them."""
 
 
-@pytest.mark.parametrize("case", SHARDED)
+MATRIX = {"backward", "between-step-and-gather", "two-at-once", "while-weights-arrive"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.matrix] * (one in MATRIX)) for one in SHARDED]
+)
 def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     (ranks, stages), policy, inject = SHARDED[case]
     shot = jobs.run(
@@ -129,7 +134,7 @@ def test_in_16_bits_holders_are_equal_after_every_step(jobs, undisturbed, name):
 @pytest.mark.parametrize(
     ("flags", "inject"),
     [
-        ("--train-iters 50", "rank=3,step=2,at=agreement;rank=1,step=4,at=commit;rank=0,step=48,at=reduce"),
+        ("--train-iters 32", "rank=3,step=2,at=agreement;rank=1,step=4,at=commit;rank=0,step=30,at=reduce"),
         pytest.param(
             f"{LONG} --odyssey-respawn 1",
             "rank=3,step=2,at=agreement;rank=1,step=4,at=commit;rank=0,step=50,at=backward",
@@ -152,7 +157,7 @@ def test_a_step_that_overflows_is_skipped_everywhere(jobs, undisturbed, name, fl
     assert [ours[step]["lr"] for step in theirs] == [one["lr"] for one in theirs.values()]
     skipped = [step for step, one in theirs.items() if one["skipped"]]
     # From step 21 on the scale fits, where it does not it is halved again: by step 28, hanging on roundings.
-    assert {0, 2, 4} < set(skipped) < set(theirs) - {48, 50}
+    assert {0, 2, 4} < set(skipped) < set(theirs) - {30, 50}
     for step, one in theirs.items():
         assert ours[step]["loss"] == pytest.approx(one["loss"], rel=ROUNDING), step
         if one["skipped"]:

@@ -126,6 +126,7 @@ def test_a_node_that_is_not_lost_is_not_replaced(jobs, name):
     assert [agent.wait(60) for agent in agents] == [0, 0], agents[0].log()
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_a_node_that_stood_still_until_it_was_replaced_stays_out(jobs, reference, name):
     """As a virtual machine that is suspended: when it goes on another one has its ranks."""

@@ -29,9 +29,8 @@ TAKEN_OVER = {
 """One pipeline of four stages with shadows, some of them neighbours."""
 
 IN_THE_SUITE = {
-    "forward-first", "backward-middle", "weight_grad-last",
-    "rank0", "two-at-once", "again-in-the-same-step", "in-a-row",
-    "forward-0", "backward-1", "weight_grad-2", "forward-3",
+    "forward-first", "backward-middle", "two-at-once", "again-in-the-same-step",
+    "weight_grad-2", "forward-3",
 }  # fmt: skip
 """The others are marked matrix."""
 
@@ -78,10 +77,7 @@ DONE_AGAIN = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(one, marks=[pytest.mark.matrix] * (one not in ("rerouted", "two-at-once")))
-        for one in DONE_AGAIN
-    ],
+    [pytest.param(one, marks=[pytest.mark.matrix] * (one != "rerouted")) for one in DONE_AGAIN],
 )
 def test_a_step_is_done_again_where_that_is_asked_for(jobs, undisturbed, name, case):
     ranks, stages, more, policy, inject = DONE_AGAIN[case]
@@ -119,7 +115,7 @@ RUN_AHEAD = {
 """With --odyssey-redundancy compute: each loses a stage that somebody has run ahead of."""
 
 
-_LONG = ("weight_grad", "head", "shared-optimizer")
+_LONG = ("forward", "weight_grad", "head", "two-pipelines", "shared-optimizer")
 
 
 @pytest.mark.parametrize(

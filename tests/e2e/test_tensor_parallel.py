@@ -24,7 +24,7 @@ def test_sequence_parallelism_changes_nothing(undisturbed, flags):
     [
         "rank=3,step=2,at=backward",
         "rank=4,step=1,at=weight_grad;rank=0,step=3,at=reduce",
-        "rank=6,step=2,at=agreement",
+        pytest.param("rank=6,step=2,at=agreement", marks=pytest.mark.matrix),
     ],
 )
 def test_a_run_that_loses_cells_equals_one_that_does_not(jobs, undisturbed, name, flags, inject):

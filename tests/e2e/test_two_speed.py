@@ -29,7 +29,7 @@ def profile(undisturbed, tmp_path):
     [
         "",
         # another failure while layers move, and when they have just been taken into use
-        "rank=2,step=-1,at=forward,generation=3",
+        pytest.param("rank=2,step=-1,at=forward,generation=3", marks=pytest.mark.matrix),
         pytest.param("rank=1,step=-1,at=groups,generation=3", marks=pytest.mark.matrix),
         pytest.param("rank=7,step=-1,at=agree,generation=3", marks=pytest.mark.matrix),
         pytest.param("rank=6,step=-1,at=transfer,generation=3", marks=pytest.mark.matrix),

@@ -1,0 +1,148 @@
+"""The contest of a decision's options: branch and bound, in order of the best score that each could have."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heapify, heappop
+
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.order import order_routes
+from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
+from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.options import (
+    Candidate,
+    Drawn,
+    LaidOut,
+    Option,
+    drawn,
+    laid_out,
+    with_replicas_apart,
+)
+from odyssey_megatron.policy.pipelines import ALIKE
+from odyssey_megatron.policy.proposal import Proposal, Sketch
+from odyssey_megatron.policy.reasons import left_over, lost_to, row_of, unscored
+from odyssey_megatron.policy.shares import SLACK
+
+_FINALISTS = 6
+"""The largest number of shapes of one policy that are scheduled in full; the others only get an estimate."""
+
+MANY_WORKERS = 256
+"""Above this number of workers the best shape by its estimate comes first, as its pipelines are alike, and is the only
+shape that is laid out. Other options are worked out only if they may win by 0.5 %.
+"""
+
+
+def best_of(
+    case: Case, found: Sequence[Option], policy: str, longest_s: float
+) -> tuple[Candidate | None, list[CandidateRow]]:
+    """Find the best option by branch and bound, in order of the best score that each could have.
+
+    The first option in the order is made and laid out, if it is not yet, and put back by its new bound; if it comes
+    first again, it is scheduled. The search ends when no option left can win. An option of the policy asked for comes
+    before all others, and if one can be had, no other is scheduled. Returns the winner, and a row for everything else.
+    """
+
+    def wanted(option: Option) -> bool:
+        return policy in ("auto", option.policy.name) or option.policy.always
+
+    many = len(case.state.workers) > MANY_WORKERS
+    finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
+
+    def entries(options: Sequence[Option], *first: int) -> list[tuple[tuple[object, ...], int, Option]]:
+        numbered = zip(itertools.chain(first, numbers), options, strict=False)
+        return [(_place(case, one, number, wanted(one), many), number, one) for number, one in numbered]
+
+    numbers = itertools.count()
+    queue = entries(found)
+    heapify(queue)
+    worked: list[Candidate] = []
+    rows: list[CandidateRow] = []
+    left: list[Option] = []
+    shapes = Counter[str]()  # number of scheduled shapes by policy
+    settled = False  # an option of the policy asked for can be had
+    while queue:
+        _, number, option = heappop(queue)
+        best = max((one.score for one in worked), default=-math.inf)
+        promise = option.promise(case)
+        hopeless = settled and not wanted(option)
+        if worked:
+            hopeless |= _on_paper(promise) <= _on_paper(best + margin * abs(best))
+        if option.policy.many_shapes:
+            alike = [one.score for one in worked if one.option.policy is option.policy]
+            hopeless |= bool(alike) and promise <= max(alike) + ALIKE * abs(best)
+            hopeless |= shapes[option.policy.name] >= finalists
+        if hopeless:
+            left.append(option)
+            continue
+        try:
+            if isinstance(option.found, LaidOut):
+                shapes[option.policy.name] += 1
+                worked.append(_work_out(case, option, option.found, best, longest_s))
+                settled |= wanted(option)
+            else:  # of equally good options those that had to be made come last
+                own = (number,) if isinstance(option.found, Drawn) else ()
+                queue += entries(_nearer(case, option), *own)
+                heapify(queue)
+        except PlanInfeasible as error:
+            rows.append(unscored(option.name, None, f"{option.note}: {error}"))
+    if not worked:
+        return None, rows
+    best_one = max(worked, key=lambda one: (_on_paper(one.score), -one.transition_s))
+    rows += [row_of(case, one, False, lost_to(one, best_one)) for one in worked if one is not best_one]
+    return best_one, rows + left_over(case, left, best_one, wanted)
+
+
+def _place(case: Case, option: Option, number: int, is_wanted: bool, many: bool) -> tuple[object, ...]:
+    """Return the key by which options come in order; ``many``: see :data:`MANY_WORKERS`."""
+    first = (not option.policy.many_shapes, not isinstance(option.found, LaidOut)) if many else ()
+    return (not is_wanted, *first, -_on_paper(option.promise(case)), number)
+
+
+def _nearer(case: Case, option: Option) -> list[Option]:
+    """Return ``option`` with a tighter bound if it has one, otherwise made and laid out, and what else follows from it.
+    Raises PlanInfeasible.
+    """
+    sketch = option.found
+    if not isinstance(sketch, Sketch):
+        return [laid_out(case, option)]
+    if sketch.tighter:
+        least_s = max(option.least_step_s, sketch.tighter())
+        return [replace(option, least_step_s=least_s, found=replace(sketch, tighter=None))]
+    made = Proposal(layout=sketch.make(), note=option.note)
+    least_holders = sketch.least_holders or case.job.least_holders
+    found = drawn(case, option.policy, made, least_holders=least_holders)
+    return [laid_out(case, found), *with_replicas_apart(case, found)]
+
+
+def _on_paper(score: float) -> float:
+    """Return ``score`` to 10 digits, so that of options that are equal on paper the one that changes less wins."""
+    return float(f"{score:.10g}")
+
+
+def _work_out(case: Case, option: Option, found: LaidOut, best: float, longest_s: float) -> Candidate:
+    """Schedule ``option`` and score it.
+
+    Raises PlanInfeasible as soon as its score cannot exceed ``best``, or its step is longer than ``longest_s``.
+    """
+    costs, layout = case.profile.costs, found.layout
+    before_s = None
+    if best > -math.inf:
+        longest_s = min(longest_s, option.longest_step_s(case, best))
+    if longest_s < math.inf:
+        before_s = computed_before_s(layout, costs, longest_s * SLACK)
+    order = order_routes(
+        layout,
+        costs,
+        in_flight_cap=found.caps,
+        speeds=case.speeds,
+        before_s=before_s,
+        thorough=case.thorough,
+    )
+    step_s = step_end_s(layout, costs, order.done_s, order.tails())
+    score = case.score(step_s, option.least_transition_s, option.fatal_share)
+    return Candidate(option=option, found=found, order=order, step_s=step_s, score=score)
