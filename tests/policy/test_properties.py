@@ -84,6 +84,7 @@ def jobs(draw):
         train_steps=10,
         revisits=draw(st.booleans()),
         virtual_stages=draw(st.sampled_from((1, 1, 2))),
+        spreads_replicas=draw(st.booleans()),
     )
     state = initial_state(nodes=tuple(i // 4 for i in range(pp * dp)))
     slow = draw(st.none() | st.tuples(st.sampled_from(state.ranks), st.sampled_from((0.7, 0.3))))
