@@ -237,7 +237,11 @@ class OdysseyConfig:
         within=Between(0, 1e9),
     )
     heartbeat_s: float = _flag(0.05, "interval of the heartbeat of each rank (in seconds)")
-    hang_s: float = _flag(5.0, "a rank without a heartbeat for this long is killed (in seconds)")
+    hang_s: float = _flag(
+        5.0,
+        "a rank without a heartbeat for this long is killed (in seconds), unless it works all the while, in code that "
+        "keeps Python's lock: then --odyssey-op-timeout-s is the limit",
+    )
     node_lease_s: float = _flag(3.0, "a node whose agent is silent for this long is lost (in seconds)")
     build_timeout_s: float = _flag(5.0, "limit for connecting the groups of a generation (in seconds)")
     op_timeout_s: float = _flag(

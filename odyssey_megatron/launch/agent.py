@@ -199,7 +199,7 @@ class OdysseyAgent(LocalElasticAgent):
         handles = self._pcontext.subprocess_handlers
         acts = launch.config.mode != "observe"
         respawn = Respawn(self._pcontext, control, launch.config, launch.zygote, journal) if acts else None
-        fence = Fence(launch.config.hang_s, kills=acts)
+        fence = Fence(launch.config.hang_s, launch.config.op_timeout_s, kills=acts)
         ranks = Ranks(control, board, signals, fence, respawn)
         for worker in group.workers:
             process = handles[worker.local_rank].proc

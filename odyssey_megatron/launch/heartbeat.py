@@ -24,6 +24,7 @@ _SLOT_BYTES = _LINE_BYTES + lifeline.SIZE_BYTES
 _EXCUSED = -1.0
 _LEAVES_WITHIN_S = 60.0
 _ASK_OFFSET = 8
+_GAVE_UP_OFFSET = 9
 
 
 class HeartbeatBoard:
@@ -52,9 +53,14 @@ class HeartbeatBoard:
         """Return whether the rank has taken its lifeline."""
         return self._beat_s(slot) != 0.0
 
+    def gave_up(self, slot: int) -> bool:
+        """Return whether the rank is silent because ``Heartbeat.may_beat`` forbids it to beat."""
+        return bool(self._memory[slot * _SLOT_BYTES + _GAVE_UP_OFFSET])
+
     def vacate(self, slot: int) -> None:
         """Note that the rank has ended, and another process will take the slot."""
         struct.pack_into("d", self._memory, slot * _SLOT_BYTES, 0.0)
+        self._memory[slot * _SLOT_BYTES + _GAVE_UP_OFFSET] = False
 
     def await_end(self, slot: int) -> None:
         """Return once the rank has begun to end, in whatever way. Call it only after :meth:`has_begun`."""
@@ -118,7 +124,9 @@ class Heartbeat:
         while True:
             time.sleep(self._interval_s)
             now_s = time.monotonic()
-            if self._excused or self._leaves or self.may_beat():
+            beats = self._excused or self._leaves or self.may_beat()
+            self._memory[self._offset + _GAVE_UP_OFFSET] = not beats
+            if beats:
                 self._beat(_EXCUSED if self._excused else -now_s if self._leaves else now_s)
 
     def _beat(self, value: float) -> None:

@@ -22,6 +22,7 @@ from odyssey_megatron.launch.lifeline import exit_code
 from odyssey_megatron.launch.respawn import Respawn
 from odyssey_megatron.launch.signals import Received
 from odyssey_megatron.launch.verdict import VerdictWatch
+from odyssey_megatron.launch.working import Work
 from odyssey_megatron.metrics.outlet import say
 
 _KILLED_WITHIN_S = 5.0
@@ -43,6 +44,8 @@ class _Process:
     """When it was found to have been silent for too long; None: it has not been."""
     is_reported: bool = False
     """Whether the coordinator has been told of its end, or need not be."""
+    work: Work | None = None
+    """What it does while it is silent."""
 
     def signal(self, number: signal.Signals) -> None:
         """Send ``number`` to the process and its children (data loaders), which are in its session.
@@ -58,20 +61,40 @@ class Fence:
 
     Args:
         hang_s: The longest silence, in seconds.
+        works_s: The longest silence of a rank that works all the while (``working.py``).
         kills: Whether such a rank is killed; otherwise it is only reported.
     """
 
-    def __init__(self, hang_s: float, *, kills: bool):
-        self.hang_s, self.kills = hang_s, kills
+    def __init__(self, hang_s: float, works_s: float, *, kills: bool):
+        self.hang_s, self.works_s, self.kills = hang_s, works_s, kills
         self._awake = Awake(hang_s)
 
     def watched_s(self, now_s: float) -> float:
         """Return how long this process has looked without a gap. To be called with each look."""
         return now_s - self._awake.since_s(now_s)
 
-    def shut(self, process: _Process, now_s: float) -> None:
+    def is_due(self, process: _Process, silent_s: float, gave_up: bool, now_s: float) -> bool:
+        """Return whether ``process`` has been silent for too long. Call it with each look.
+
+        ``gave_up``: it is silent because it has found its training thread to be stuck.
+        """
+        if silent_s <= self.hang_s / 2:
+            process.work = None
+            return False
+        process.work = process.work or Work(pid=process.handle.pid, since_s=now_s)
+        counted_s = now_s - process.work.since_s
+        if silent_s <= self.hang_s or counted_s < self.hang_s / 4:
+            return False
+        if gave_up or silent_s > self.works_s or not process.work.goes_on(now_s):
+            return True
+        if counted_s > self.hang_s / 2:  # what it did before does not count for ever
+            process.work = None
+        return False
+
+    def shut(self, process: _Process, silent_s: float, now_s: float) -> None:
         fate = "it is killed" if self.kills else "with --odyssey recover it would be killed"
-        say(f"[odyssey] rank {process.rank} has been silent for {self.hang_s} s: {fate}")
+        limit_s = self.works_s if silent_s > self.works_s else self.hang_s
+        say(f"[odyssey] rank {process.rank} has been silent for {limit_s} s: {fate}")
         process.fenced_s = now_s
         if self.kills:
             process.signal(signal.SIGKILL)
@@ -235,8 +258,9 @@ class Ranks:
         watched_s = self._fence.watched_s(now_s)
         for one in self._living.values():
             silent_s = min(self._board.silent_s(one.slot, now_s), watched_s)
-            if one.fenced_s is None and silent_s > self._fence.hang_s:
-                self._fence.shut(one, now_s)
+            gave_up = self._board.gave_up(one.slot)
+            if one.fenced_s is None and self._fence.is_due(one, silent_s, gave_up, now_s):
+                self._fence.shut(one, silent_s, now_s)
             elif self._fence.kills and one.fenced_s is not None and now_s - one.fenced_s > _KILLED_WITHIN_S:
                 # It is in a system call that no signal ends. It will do nothing more, so the others need not wait.
                 self._report(one, -signal.SIGKILL)
