@@ -101,6 +101,10 @@ class PeerFailed(OdysseyError):
     """A message to or from a peer failed. The recovery loop then waits for the generation that explains it."""
 
 
+class OutOfMemory(PeerFailed):
+    """This rank has run out of its device's memory. The recovery loop asks for a plan that needs less."""
+
+
 class Fenced(OdysseyError):
     """This rank was declared dead (I8): it must stop, and only a new process may take its place."""
 

@@ -31,11 +31,13 @@ INJECTION_POINTS = (
 SIGNALS = ("KILL", "STOP")
 STUCK = "STUCK"
 """Given in place of a signal: the training thread waits for ever, and the process's other threads run on."""
+FULL = "FULL"
+"""Given in place of a signal: the training thread finds no more memory on its device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """A signal that is sent to ``rank`` when it reaches point ``at`` of ``step``; or the rank is stuck there."""
+    """A signal that is sent to ``rank`` when it reaches point ``at`` of ``step``; or what it comes to there besides."""
 
     rank: int
     step: int
@@ -141,7 +143,7 @@ def _parse_injection(text: str) -> Fault:
     missing = {f.name for f in fields(kind) if f.default is MISSING} - set(values)
     if missing:
         raise ConfigError(f"--odyssey-inject {text!r}: {', '.join(sorted(missing))} is missing.")
-    for key, allowed in (("at", INJECTION_POINTS), ("signal", (*SIGNALS, STUCK))):
+    for key, allowed in (("at", INJECTION_POINTS), ("signal", (*SIGNALS, STUCK, FULL))):
         if values.get(key, allowed[0]) not in allowed:
             raise ConfigError(
                 f"--odyssey-inject {text!r}: {key}={values[key]} is unknown; use one of "

@@ -60,6 +60,8 @@ class Retry:
     patience_s: float = 0.0
     """How long another rank may rightly be busy with something else, such as a checkpoint, before it counts as
     stuck."""
+    out_of_memory: bool = False
+    """Whether ``rank`` has run out of its device's memory, so that a plan is needed that takes less of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ layers on their way (``filling.py``), the numbers that are summed along with a s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import Fenced, PeerFailed, Superseded
+from odyssey_megatron.errors import Fenced, OutOfMemory, PeerFailed, Superseded
 from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.filling import Filling
@@ -96,6 +97,8 @@ class RankRuntime:
         self._filling: Filling | None = None
         self._runner: StepRunner | None = None
         """The runner of that generation, from the phase TRANSFER on and until the generation is aborted."""
+        self._ran_out = False
+        """Whether the last generation ended because this rank ran out of its device's memory."""
         member.on_offer(self._groups.prepare)
 
     # -- where it is ----------------------------------------------------------------------------------------------
@@ -168,6 +171,11 @@ class RankRuntime:
     def abort(self, why: Exception) -> None:
         if isinstance(why, PeerFailed):
             self.chronicle.event("cut_short", self.committed, why=str(why))
+        if isinstance(why, OutOfMemory):
+            self._ran_out = True
+            self._member.ask_retry(self._groups.entered.number, str(why), out_of_memory=True)
+            if self._at_hand.progress is not None:
+                self._at_hand.progress.give_up()  # what is kept of the step takes memory
         if self._groups.holds is not None:
             # All ranks must end the generation together; otherwise one that has not heard would take the
             # leftovers of an aborted message for what was sent.
@@ -185,6 +193,9 @@ class RankRuntime:
     def build_groups(self, generation: Generation) -> None:
         # Not verified again: the coordinator has done so, and on every rank it would add milliseconds to the
         # stall.
+        if self._ran_out:
+            self._ran_out = False
+            torch.cuda.empty_cache()  # what it keeps in pieces for tensors of other shapes
         self._assignment = assignment = Assignment(generation=generation, cell=self._cell)
         self._position.joins = assignment.is_fresh
         if assignment.is_fresh:
@@ -246,6 +257,12 @@ class RankRuntime:
             model.create_layers(assignment.held, assignment.kept)
             for name in (WORLD,) if self._tagged else assignment.timed_pair:
                 self._measured.link = link_times(self._groups.entered[name], model.empty_message())
+        with self._asking_for_less():
+            self._move_in(assignment, live)
+        self.chronicle.started(self.committed)
+
+    def _move_in(self, assignment: Assignment, live: Callable[[], None]) -> None:
+        model = self._model
         self._slow.times = self._measured.link or self._slow.times
         channels = Channels(
             self._groups.entered,
@@ -272,7 +289,15 @@ class RankRuntime:
         self._runner = StepRunner(assignment, model, interpreter, self._position, self._measured)
         # A failure may have cut some holders off from the weights of the last step.
         self._spread_weights()
-        self.chronicle.started(self.committed)
+
+    @contextmanager
+    def _asking_for_less(self) -> Iterator[None]:
+        """Raises OutOfMemory if the body does: no weight has changed, so a plan that needs less memory may do."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            text = str(error).partition("\n")[0]
+            raise OutOfMemory(f"out of memory in {step_name(self.committed)}: {text}") from None
 
     def _interpreter(self, channels: Channels, weights: Weights) -> Interpreter:
         groups, cell, layout = self._groups, self._cell, self._assigned.layout
@@ -313,7 +338,8 @@ class RankRuntime:
             runner.time_links()
         began_s, trace = time.monotonic(), self._measured.trace(step)
         self._position.begin()
-        runner.run(self._at_hand, trace)
+        with self._asking_for_less():
+            runner.run(self._at_hand, trace)
         trace.probe()
         progress = self._at_hand.progress
         assert progress is not None
@@ -405,7 +431,7 @@ class RankRuntime:
 
     def evaluate(self, first: int, microbatches: int) -> None:
         """See ``StepRunner.evaluate``."""
-        with self._lookout.evaluating():
+        with self._lookout.evaluating(), self._asking_for_less():
             self._running.evaluate(first, microbatches)
 
     def together(self, work: Callable[[dist.ProcessGroup], None]) -> None:

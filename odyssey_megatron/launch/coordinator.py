@@ -274,13 +274,17 @@ class Coordinator:
         known = job.known_plan
         assert known is not None
         self._learning.catch_up()
+        if wanted.full and job.current is not None:
+            size = job.cluster.cell_size
+            self._planner.ran_out(job.current.plan, {rank // size for rank in wanted.full})
         try:
             decided = self._planner.decide(without_fresh(job.cluster), known, began_s)
         except LayersLost as error:
             self._hear_out()
             return self._stop(reactions.layers_lost(self._job, error))
         except OdysseyError as error:
-            return self._stop(stop(job, f"no plan for the surviving ranks: {error}", 1))
+            left = f"no plan for the surviving ranks: {error}"
+            return self._stop(stop(job, f"{wanted.why}; {left}" if wanted.full else left, 1))
         plan = decided.plan
         self._offers.recovered(decided, job.live_plan)
         if job.live_plan is None:
@@ -373,6 +377,7 @@ class Coordinator:
             decide_s=generation.decide_s,
             planned=generation.planned,
             schedule=plan.schedule_text,
+            most_bytes=max((size for _, size in plan.peak_bytes), default=0),
             layout=to_jsonable(plan.layout),
             cell_size=self._job.cluster.cell_size,
             shapes=generation.shapes,

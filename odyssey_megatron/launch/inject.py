@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 
-from odyssey_megatron.faults import STUCK, Fault, Injection, Slowdown, SlowLink
+from odyssey_megatron.faults import FULL, STUCK, Fault, Injection, Slowdown, SlowLink
 from odyssey_megatron.metrics.journal import Journal
 
 _FLUSH_S = 5.0
@@ -87,4 +87,8 @@ class Injector:
             self._journal.flush(_FLUSH_S)
         if one.signal == STUCK:
             threading.Event().wait()
+        if one.signal == FULL:
+            import torch  # here, as faults are read where there is no torch, too
+
+            raise torch.OutOfMemoryError("injected")
         os.kill(os.getpid(), getattr(signal, "SIG" + one.signal))

@@ -363,10 +363,19 @@ class Member:
         """Report that this rank cannot prepare offered generation ``number``."""
         self._control.send(OfferFailed(rank=self.rank, generation=number, reason=reason))
 
-    def ask_retry(self, number: int, reason: str) -> None:
-        """Ask for fresh groups, although perhaps nobody has died. Ignored once ``number`` is outdated."""
-        patience_s = self._attention.longest_s
-        self._control.send(Retry(rank=self.rank, generation=number, reason=reason, patience_s=patience_s))
+    def ask_retry(self, number: int, reason: str, *, out_of_memory: bool = False) -> None:
+        """Ask for fresh groups, although perhaps nobody has died. Ignored once ``number`` is outdated.
+
+        ``out_of_memory``: ask for a plan that needs less memory, too.
+        """
+        retry = Retry(
+            rank=self.rank,
+            generation=number,
+            reason=reason,
+            patience_s=self._attention.longest_s,
+            out_of_memory=out_of_memory,
+        )
+        self._control.send(retry)
 
     def note(self, name: str, value: str) -> None:
         """Leave ``value`` for the rank that takes over a task of this rank's."""

@@ -56,6 +56,10 @@ class Planner(Protocol):
         """
         ...
 
+    def ran_out(self, plan: Plan, workers: Collection[int]) -> None:
+        """Take note that ``workers`` have run out of memory under ``plan``, so that later plans need less."""
+        ...
+
     def rebalance(
         self, state: ClusterState, current: Plan, now_s: float, lasts_s: float, *, anew: bool = False
     ) -> Rebalanced:

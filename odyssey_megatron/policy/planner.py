@@ -39,6 +39,11 @@ from odyssey_megatron.policy.two_speed import towards, two_speed
 
 _log = logging.getLogger(__name__)
 
+_TIGHTER = 0.95
+"""Where ranks run out of memory, plans use this share of what that plan was to need. A choice: several such steps are
+taken if one is not enough.
+"""
+
 _GIVES_ALL = 1e-3
 """The speed that is assumed of a worker that is to leave: any other worker is a better place for its layers."""
 
@@ -84,6 +89,10 @@ class PolicyPlanner:
         self._start_s: float | None = None
         """The time from the job's start until it trained; None until somebody has measured anything."""
         self._kept: Costs | None = None
+        self._room_bytes: int | None = None
+        """Memory of a rank that plans may use, if ranks have run out of memory."""
+        self._ran_out = False
+        """Whether some have, for which no plan has been made yet."""
 
     @property
     def job(self) -> JobSpec:
@@ -304,6 +313,12 @@ class PolicyPlanner:
         mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
         return next_loss_s(alone / len(left.ranks), restart_s, 1.0, mtbf_s, away_s)
 
+    def ran_out(self, plan: Plan, workers: Collection[int]) -> None:
+        limits = [self._room_bytes, self._profile.costs.memory_bytes]
+        limits += [size for worker, size in plan.peak_bytes if worker in workers]
+        self._room_bytes = int(_TIGHTER * min(one for one in limits if one is not None))
+        self._ran_out = True
+
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)
 
@@ -314,7 +329,10 @@ class PolicyPlanner:
             weighed = self._chosen(state, now_s)[1]
         if self._job == before:
             weighed = ()  # the rows were given before
-        return self._going_on(state, previous, self._learned, now_s, home=self._home, weighed=weighed)
+        anew, self._ran_out = self._ran_out, False
+        return self._going_on(
+            state, previous, self._learned, now_s, home=self._home, weighed=weighed, rebalances=anew
+        )
 
     def _priced(self, profile: Profile, state: ClusterState, step_s: float, now_s: float) -> Profile:
         """Return ``profile`` with what a restart would cost by now, if that is known."""
@@ -339,6 +357,8 @@ class PolicyPlanner:
         horizon_s: float = math.inf,
     ) -> Decided:
         horizon_s = min(horizon_s, self._config.horizon_s)
+        if self._room_bytes is not None:
+            profile = replace(profile, costs=replace(profile.costs, memory_bytes=self._room_bytes))
         decision = decide(
             job=self._job,
             state=state,
@@ -355,9 +375,9 @@ class PolicyPlanner:
             both = two_speed(decision, self._config)
             if both is not None and both.tokens > both.direct_tokens:
                 return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
-        # Smaller cells may lack the memory for the first plan's order. With slow workers it is kept: otherwise nobody
-        # would go back to it once they are as fast as others again.
-        is_whole = not (state.dead or decision.case.shares)
+        # Smaller cells, or ranks that have run out of memory, may lack it for the first plan's order. With slow workers
+        # it is kept: otherwise nobody would go back to it once they are as fast as others again.
+        is_whole = not (state.dead or decision.case.shares or self._room_bytes is not None)
         if home is not None and is_whole and decision.best.layout == home.layout:
             return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
         return Decided(plan=decision.plan, rows=rows)
