@@ -13,8 +13,8 @@ from odyssey_megatron.codec import from_jsonable, to_jsonable
 class RankDied:
     """A rank's process has ended, as the agent of its node has seen.
 
-    ``cause`` is ``killed``, ``exit``, ``hang``, ``node``, or ``corrupt``: the rank has left since its numbers were
-    wrong.
+    ``cause`` is ``killed``, ``exit``, ``hang``, ``node``, ``corrupt`` (the rank has left since its numbers were wrong),
+    or ``memory`` (it has run out of it, and the others go on without it).
     """
 
     rank: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -257,7 +257,8 @@ class RankRuntime:
             model.create_layers(assignment.held, assignment.kept)
             for name in (WORLD,) if self._tagged else assignment.timed_pair:
                 self._measured.link = link_times(self._groups.entered[name], model.empty_message())
-        with self._asking_for_less():
+        # A rank that joins, and finds no memory, fails as it did before it joined: the others need no other plan.
+        with nullcontext() if assignment.is_fresh else self._asking_for_less():
             self._move_in(assignment, live)
         self.chronicle.started(self.committed)
 

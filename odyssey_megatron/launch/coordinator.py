@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from odyssey_megatron.cluster.events import Event, GenerationLive, NodeLost, RankDied
@@ -27,6 +27,7 @@ from odyssey_megatron.errors import (
     ControlPlaneLost,
     LayersLost,
     OdysseyError,
+    PlanInfeasible,
 )
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch import generations, reactions
@@ -274,17 +275,17 @@ class Coordinator:
         known = job.known_plan
         assert known is not None
         self._learning.catch_up()
-        if wanted.full and job.current is not None:
-            size = job.cluster.cell_size
-            self._planner.ran_out(job.current.plan, {rank // size for rank in wanted.full})
+        for plan, rank in wanted.full:
+            self._planner.ran_out(plan, rank // job.cluster.cell_size)
         try:
             decided = self._planner.decide(without_fresh(job.cluster), known, began_s)
         except LayersLost as error:
             self._hear_out()
             return self._stop(reactions.layers_lost(self._job, error))
         except OdysseyError as error:
-            left = f"no plan for the surviving ranks: {error}"
-            return self._stop(stop(job, f"{wanted.why}; {left}" if wanted.full else left, 1))
+            if wanted.full and isinstance(error, PlanInfeasible):
+                return self._leave_out({rank for _, rank in wanted.full}, error)
+            return self._stop(stop(job, f"no plan for the surviving ranks: {error}", 1))
         plan = decided.plan
         self._offers.recovered(decided, job.live_plan)
         if job.live_plan is None:
@@ -295,6 +296,20 @@ class Coordinator:
             reactions.published(job, plan, wanted.why, dead=wanted.dead, decide_s=decide_s), decided.rows
         )
         return None
+
+    def _leave_out(self, full: Collection[int], error: PlanInfeasible) -> JobVerdict | None:
+        """Go on without the ranks that have run out of memory, as no plan that needs less helps: count them as dead."""
+        self._say(f"[odyssey] rank(s) {sorted(full)} have run out of memory and are left out: {error}")
+        known = self._job.cluster
+        deaths = [
+            RankDied(rank=rank, code=-9, cause="memory", incarnation=known.incarnation_of(rank))
+            for rank in full
+        ]
+        self._job, dead = reactions.bury(self._job, deaths)
+        self._report(reactions.deaths(self._job, dead, deaths))
+        if not self._job.cluster.ranks:
+            return self._stop(stop(self._job, f"all ranks have run out of memory: {error}", 1))
+        return self._recover(Recover(dead=tuple(sorted(dead)), why="failure"))
 
     def _hear_out(self) -> None:
         """Wait for further deaths if all so far have the same exit code: ranks that fail by the same mistake end one
@@ -377,7 +392,6 @@ class Coordinator:
             decide_s=generation.decide_s,
             planned=generation.planned,
             schedule=plan.schedule_text,
-            most_bytes=max((size for _, size in plan.peak_bytes), default=0),
             layout=to_jsonable(plan.layout),
             cell_size=self._job.cluster.cell_size,
             shapes=generation.shapes,

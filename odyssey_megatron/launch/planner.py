@@ -56,8 +56,12 @@ class Planner(Protocol):
         """
         ...
 
-    def ran_out(self, plan: Plan, workers: Collection[int]) -> None:
-        """Take note that ``workers`` have run out of memory under ``plan``, so that later plans need less."""
+    def ran_out(self, plan: Plan, worker: int) -> None:
+        """Take note that a rank of ``worker`` has run out of memory under ``plan``, so that later plans need less.
+
+        The next :meth:`decide` raises PlanInfeasible if there is no such plan, and takes the notes back: something else
+        must fill that rank's memory.
+        """
         ...
 
     def rebalance(

@@ -116,8 +116,8 @@ class Recover:
 
     dead: tuple[int, ...]
     why: str
-    full: tuple[int, ...] = ()
-    """The ranks that have run out of memory."""
+    full: tuple[tuple[Plan, int], ...] = ()
+    """(plan, rank) of each rank that has run out of memory under a plan."""
 
 
 Action = Report | Answer | Forget | Recover | Stop | Finished | JobVerdict
@@ -139,12 +139,13 @@ def react(
         plan, and it is the last.
     """
     before, actions, wanted, lost, patience_s = job.cluster, list[Action](), "", set[int](), 0.0
-    full = set[int]()
+    full = list[tuple[Plan, int]]()
     for event in events:
         if isinstance(event, Retry) and event.generation in (before.generation, before.offered):
             wanted = f"rank {event.rank} asked for it: {event.reason}"
             patience_s = max(patience_s, event.patience_s)
-            full |= {event.rank} if event.out_of_memory else set()
+            at = job.offered if event.generation == before.offered else job.current
+            full += [(at.plan, event.rank)] if event.out_of_memory and at is not None else []
         was = job.cluster
         job, more = _after(job, event, now_s)
         actions += more
@@ -167,7 +168,7 @@ def react(
         return job, [*actions, stop(job, _FRUITLESS.format(count=job.fruitless - 1, wanted=wanted), 1)]
     needed = before.members | (before.offered_members if before.offered else frozenset())
     if wanted or needed & missed:
-        actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure", full=tuple(sorted(full))))
+        actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure", full=tuple(full)))
     return job, actions
 
 

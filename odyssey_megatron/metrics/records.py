@@ -48,7 +48,6 @@ EVENTS: dict[str, tuple[str, ...]] = {
         "planned",
         "cell_size",
         "shapes",
-        "most_bytes",  # what the fullest rank needs, by the plan
     ),
     "generation_agreed": ("agreed_s",),
     "rank_joined": ("target",),

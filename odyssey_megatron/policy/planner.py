@@ -25,6 +25,7 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy import redundancy, replacing
 from odyssey_megatron.policy.decide import decide, scheduled
+from odyssey_megatron.policy.heavier import Heavier
 from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
@@ -38,11 +39,6 @@ from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
 
 _log = logging.getLogger(__name__)
-
-_TIGHTER = 0.95
-"""Where ranks run out of memory, plans use this share of what that plan was to need. A choice: several such steps are
-taken if one is not enough.
-"""
 
 _GIVES_ALL = 1e-3
 """The speed that is assumed of a worker that is to leave: any other worker is a better place for its layers."""
@@ -89,10 +85,13 @@ class PolicyPlanner:
         self._start_s: float | None = None
         """The time from the job's start until it trained; None until somebody has measured anything."""
         self._kept: Costs | None = None
-        self._room_bytes: int | None = None
-        """Memory of a rank that plans may use, if ranks have run out of memory."""
-        self._ran_out = False
-        """Whether some have, for which no plan has been made yet."""
+        self._heavier = Heavier()
+        self._known_before: Heavier | None = None
+        """What it was before ranks ran out of memory for which no plan has been made yet; None: there are none."""
+        self._remedy = True
+        """Whether plans can do anything about that."""
+        self._may_risk = False
+        """Whether such a plan may leave layers with a single holder: not for the first rank that runs out."""
 
     @property
     def job(self) -> JobSpec:
@@ -313,11 +312,13 @@ class PolicyPlanner:
         mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
         return next_loss_s(alone / len(left.ranks), restart_s, 1.0, mtbf_s, away_s)
 
-    def ran_out(self, plan: Plan, workers: Collection[int]) -> None:
-        limits = [self._room_bytes, self._profile.costs.memory_bytes]
-        limits += [size for worker, size in plan.peak_bytes if worker in workers]
-        self._room_bytes = int(_TIGHTER * min(one for one in limits if one is not None))
-        self._ran_out = True
+    def ran_out(self, plan: Plan, worker: int) -> None:
+        found = self._heavier.after(plan, worker, self._learned.costs)
+        self._known_before, self._remedy = (
+            self._known_before or self._heavier,
+            self._remedy and found is not None,
+        )
+        self._heavier = found or self._heavier
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)
@@ -329,10 +330,24 @@ class PolicyPlanner:
             weighed = self._chosen(state, now_s)[1]
         if self._job == before:
             weighed = ()  # the rows were given before
-        anew, self._ran_out = self._ran_out, False
-        return self._going_on(
-            state, previous, self._learned, now_s, home=self._home, weighed=weighed, rebalances=anew
-        )
+        if self._known_before is not None:
+            return self._with_less(state, previous, now_s, self._known_before)
+        return self._going_on(state, previous, self._learned, now_s, home=self._home, weighed=weighed)
+
+    def _with_less(self, state: ClusterState, previous: Plan, now_s: float, before: Heavier) -> Decided:
+        """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""
+        helps, self._known_before, self._remedy = self._remedy, None, True
+        try:
+            if not helps:
+                raise PlanInfeasible("by its plan it had next to nothing to keep")
+            found = self._going_on(state, previous, self._learned, now_s, home=self._home, rebalances=True)
+            if not self._may_risk and replacing.takes_a_risk(found.plan.layout, previous.layout):
+                raise PlanInfeasible("with so little memory some layers would have a single holder")
+        except PlanInfeasible:
+            # That rank is no case of wrong estimates, it seems; if others run out, too, it is.
+            self._heavier, self._may_risk = before, True
+            raise
+        return found
 
     def _priced(self, profile: Profile, state: ClusterState, step_s: float, now_s: float) -> Profile:
         """Return ``profile`` with what a restart would cost by now, if that is known."""
@@ -357,8 +372,8 @@ class PolicyPlanner:
         horizon_s: float = math.inf,
     ) -> Decided:
         horizon_s = min(horizon_s, self._config.horizon_s)
-        if self._room_bytes is not None:
-            profile = replace(profile, costs=replace(profile.costs, memory_bytes=self._room_bytes))
+        if self._heavier.factors:
+            profile = replace(profile, costs=self._heavier.applied(profile.costs))
         decision = decide(
             job=self._job,
             state=state,
@@ -377,7 +392,7 @@ class PolicyPlanner:
                 return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
         # Smaller cells, or ranks that have run out of memory, may lack it for the first plan's order. With slow workers
         # it is kept: otherwise nobody would go back to it once they are as fast as others again.
-        is_whole = not (state.dead or decision.case.shares or self._room_bytes is not None)
+        is_whole = not (state.dead or decision.case.shares or self._heavier.factors)
         if home is not None and is_whole and decision.best.layout == home.layout:
             return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
         return Decided(plan=decision.plan, rows=rows)

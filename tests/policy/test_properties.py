@@ -22,6 +22,7 @@ from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.case import with_links
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.pipelines import ALIKE
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.second import Second, held_bytes
 
@@ -164,7 +165,8 @@ def test_up_to_three_failures_in_a_row(data, of):
         assert chosen.chosen
         for policy in policies()[1:]:
             forced = decide(**arguments, config=replace(config, policy=policy))
-            assert chosen.score >= forced.candidates[0].score - 1e-9 * abs(chosen.score)
+            # A shape that could at best be a thousandth better than another one is not scheduled.
+            assert chosen.score >= forced.candidates[0].score - ALIKE * abs(chosen.score)
         plan = decision.plan
         assert decision.bound_s <= plan.bound_s * (1 + 1e-6)
         check_plan(plan, job, profile, state)

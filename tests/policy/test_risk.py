@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -13,7 +11,6 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
@@ -93,23 +90,6 @@ def test_half_of_what_lies_between_two_checkpoints_is_lost_or_all():
     assert restart_cost_s(250.0, 100, 6.0, 50.0) == 250.0 + 50.0, "nothing has been saved yet"
     assert restart_cost_s(250.0, 0, 6.0, 5000.0) == 250.0 + 5000.0, "nothing ever is"
     assert restart_cost_s(250.0, 0, 6.0, 5000.0, given_s=40.0) == 40.0
-
-
-def test_where_ranks_run_out_of_memory_plans_need_less_until_there_is_none():
-    """Also where nobody had said how much there is."""
-    planner = PolicyPlanner(OdysseyConfig())
-    profile = replace(PROFILE, costs=replace(PROFILE.costs, memory_bytes=None))
-    plan = planner.start(JOB, START, to_json(profile)).plan
-    most = [max(dict(plan.peak_bytes).values())]
-    with contextlib.suppress(PlanInfeasible):
-        while len(most) < 50:
-            planner.ran_out(plan, {0, 31})
-            plan = planner.decide(START, plan, 100.0).plan
-            most.append(max(dict(plan.peak_bytes).values()))
-            again = planner.decide(START, plan, 100.0).plan
-            assert max(dict(again.peak_bytes).values()) <= most[-1], "it stays so"
-    assert 4 < len(most) < 50, "at last none is left"
-    assert all(after <= 0.95 * before for before, after in pairwise(most))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""Layers take more memory than the estimates say: ranks run out of it until plans fit what there really is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.studies.presets import preset_profile
+from tests.plan.second import Second, held_bytes
+
+JOB = JobSpec(
+    num_layers=34,
+    pipeline_model_parallel_size=8,
+    tensor_model_parallel_size=1,
+    num_microbatches=32,
+    tokens_per_step=32 * 4096,
+    train_steps=1000,
+    save_steps=100,
+)
+PROFILE = preset_profile("llama2-7b", "a100")
+START = initial_state(nodes=(0,) * 16)
+
+
+def really(costs, **times):
+    """``costs`` whose layers keep so many times what they say: ``head`` or ``others``."""
+    layers = [
+        replace(
+            one,
+            activation_bytes=int(
+                one.activation_bytes * times["head" if one is costs.layers[-1] else "others"]
+            ),
+        )
+        for one in costs.layers
+    ]
+    return replace(costs, layers=tuple(layers))
+
+
+def too_full(plan, costs, room_bytes):
+    """The workers that really need more than there is."""
+    second = Second(plan.schedule.to_text(), costs, {}, plan.layout.copies)
+    peaks = second.peak_bytes(held_bytes(plan.layout, costs))
+    return [worker for worker, size in peaks.items() if size > room_bytes]
+
+
+@pytest.mark.parametrize("times", [{"head": 1.0, "others": 1.3}, {"head": 5.0, "others": 1.0}])
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("dead", [None, 3])
+def test_plans_fit_at_last(times, is_known, dead):
+    """Soon where it is known how much memory there is, as on GPUs, and then hardly slower than plans of somebody who
+    knows what layers take.
+    """
+    room_bytes = 21 * 2**30
+    costs = replace(PROFILE.costs, memory_bytes=room_bytes if is_known else None)
+    true = really(costs, **times)
+    planners = [PolicyPlanner(OdysseyConfig()) for _ in range(2)]
+    plan, best = (
+        one.start(JOB, START, to_json(replace(PROFILE, costs=known))).plan
+        for one, known in zip(planners, (costs, replace(true, memory_bytes=room_bytes)), strict=True)
+    )
+    state = START
+    if dead is not None:
+        state = apply(state, RankDied(rank=dead, code=-9, cause="killed", t_s=0.0))
+        plan, best = (
+            one.decide(state, was, 100.0).plan for one, was in zip(planners, (plan, best), strict=True)
+        )
+    assert too_full(plan, true, room_bytes)
+    tries = 0
+    while full := too_full(plan, true, room_bytes):
+        tries += 1
+        planners[0].ran_out(plan, full[0])
+        try:
+            plan = planners[0].decide(state, plan, 100.0).plan
+        except PlanInfeasible:  # the job goes on without that rank
+            state = apply(state, RankDied(rank=full[0], code=-9, cause="memory", t_s=0.0))
+            plan = planners[0].decide(state, plan, 100.0).plan
+    assert tries <= 20, "more would end the job"
+    assert len(state.alive) >= 14
+    if is_known and dead is not None:
+        assert tries <= 2
+        assert plan.step_s < 1.1 * best.step_s
+    again = planners[0].decide(state, plan, 200.0).plan
+    assert not too_full(again, true, room_bytes), "it stays so"
+
+
+def test_at_last_no_plan_helps():
+    planner = PolicyPlanner(OdysseyConfig())
+    plan = planner.start(JOB, START, to_json(PROFILE)).plan
+    tries = 0
+    with pytest.raises(PlanInfeasible):  # noqa: PT012
+        while tries < 40:
+            tries += 1
+            planner.ran_out(plan, 15)
+            plan = planner.decide(START, plan, 100.0).plan
+    assert tries < 40
+    assert planner.decide(START, plan, 100.0).plan, "what was tried is taken back"
