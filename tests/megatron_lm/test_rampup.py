@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.e2e.jobs import assert_holders_agree
+from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_checkpoints_there_and_back, assert_same_lines
 
 WITHOUT = "--train-iters --lr-warmup-iters"
@@ -63,6 +65,22 @@ def test_checkpoints_there_and_back(jobs, name):
     """Saved in the middle of a size; plain Megatron-LM goes on with it, and the other way round."""
     how = {"ranks": 4, "stages": 2, "without": WITHOUT}
     assert_checkpoints_there_and_back(jobs, name, GROWING, inject="rank=1,step=2,at=forward", **how)
+
+
+@pytest.mark.matrix
+def test_a_save_that_is_made_again_counts_the_operations_of_each_size(jobs, name):
+    """It is begun after iteration 3 and made again after the next one, which has 8 samples."""
+    how = {"ranks": 4, "stages": 2, "without": WITHOUT}
+    flags = f"{GROWING} --save"
+    ours, theirs = (jobs.folder / f"{name}-{who}" for who in ("ours", "theirs"))
+    slowly = [str(CHECKOUT / "tests" / "megatron_lm" / "slow.py"), "1.5"]
+    again = f"{flags} {ours} --save-interval 3 --async-save"
+    run = jobs.odyssey(name, again, inject="rank=2,step=3,at=backward", before=slowly, **how)
+    assert run.exit_code == 0, run.log[-3000:]
+    jobs.plain(f"{flags} {theirs} --save-interval 4 --exit-interval 4", **how)
+    saved = [torch.load(one / "iter_0000004" / "common.pt", weights_only=False) for one in (ours, theirs)]
+    count, expected = (one["num_floating_point_operations_so_far"] for one in saved)
+    assert count == expected > 0
 
 
 def test_sizes_that_the_replicas_cannot_share(jobs, name):

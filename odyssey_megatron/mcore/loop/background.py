@@ -20,6 +20,7 @@ from odyssey_megatron.errors import PeerFailed, Superseded
 from odyssey_megatron.execute.parts import FaultPoint
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.mcore.loop import saving
+from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.rebuild.world import Together
 
@@ -29,6 +30,7 @@ class _Job(NamedTuple):
 
     session: Session
     runtime: RankRuntime
+    model: MegatronModel
     fault_point: FaultPoint
 
 
@@ -90,8 +92,10 @@ class Saves:
         self._waited_s = 0.0
         """Time that training stood still for the last piece of a save."""
 
-    def attach(self, session: Session, runtime: RankRuntime, fault_point: FaultPoint) -> None:
-        self._attached = _Job(session, runtime, fault_point)
+    def attach(
+        self, session: Session, runtime: RankRuntime, model: MegatronModel, fault_point: FaultPoint
+    ) -> None:
+        self._attached = _Job(session, runtime, model, fault_point)
         runtime.ballot.writes = self._writes
 
     @property
@@ -161,12 +165,10 @@ class Saves:
 
     def _save_again(self) -> str:
         """Save the step that the job has reached by now."""
-        from megatron.training import get_args, training
+        from megatron.training import get_args
 
-        args, (iteration, before) = get_args(), self._begun
-        since = self._job.runtime.committed - iteration
-        per_step = training.num_floating_point_operations(args, args.global_batch_size)
-        self._begun = iteration + since, before + since * per_step
+        (iteration, before), reached = self._begun, self._job.runtime.committed
+        self._begun = reached, before + self._job.model.batches.operations(get_args(), iteration, reached)
         return self._save()
 
     def _land(self, *, again: bool = True) -> None:

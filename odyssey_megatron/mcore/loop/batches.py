@@ -71,3 +71,13 @@ class Batches:
         found[self._last] += max(0, done - len(self._changing))
         found.subtract(self.size(one) for one in self.left_out if self._first_step <= one < step)
         return found
+
+    def operations(self, args: Any, first: int, end: int) -> float:
+        """The floating point operations of the steps from ``first`` to before ``end``, as Megatron counts them."""
+        from megatron.training import training
+
+        trained = self.trained_before(end)
+        trained.subtract(self.trained_before(first))
+        return float(
+            sum(count * training.num_floating_point_operations(args, size) for size, count in trained.items())
+        )

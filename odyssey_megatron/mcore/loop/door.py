@@ -310,7 +310,7 @@ class Door:
             chunks=self._chunks,
         )
         injector = Injector(self._config.injections, session.rank, None, session.member.incarnation)
-        self._saves.attach(session, runtime, injector.at)
+        self._saves.attach(session, runtime, model, injector.at)
         if not session.member.joins:
             work.recovery.carry_out(lambda generation: None)
             work.leave_start()

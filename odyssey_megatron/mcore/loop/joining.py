@@ -91,13 +91,10 @@ class Start:
             launch line's ``replicas``.
         """
         from megatron.core import num_microbatches_calculator
-        from megatron.training import get_args, training
+        from megatron.training import get_args
 
         args, consumed = get_args(), batches.before(iteration)
-        flops = sum(
-            count * training.num_floating_point_operations(args, size)
-            for size, count in batches.trained_before(iteration).items()
-        )
+        flops = batches.operations(args, self.iteration, iteration)
         left_out = [step for step in batches.left_out if self.iteration <= step < iteration]
         args.skipped_train_samples += sum(map(batches.size, left_out))
         if args.decrease_batch_size_if_needed:
