@@ -60,6 +60,10 @@ _NOT_OURS = (
     "(--master-port, or that of --odyssey-job-host), or with --odyssey-bind the address of the interface of this host "
     "that the others reach."
 )
+_UNLIKE = (
+    "{flag} is {ours:g} here, and {theirs:g} where the job is hosted ({host}:{port}). Start all of its nodes with the "
+    "same."
+)
 _ONLY_HERE = (
     "[odyssey] {host}, where the job's nodes are to meet, is {address} on this machine (/etc/hosts), which no other "
     "one reaches. Name it by the address that all reach it at ({option})."
@@ -98,6 +102,11 @@ class Meeting:
     """Whether door and store are in this process: the first node's agent, or ``odyssey host``."""
     is_apart: bool = False
     """Whether the job has an ``odyssey host``, so that all nodes knock at its door."""
+
+    @property
+    def common(self) -> dict[str, float]:
+        """The flags by which agents judge each other, and which so must be the same on all machines."""
+        return {"--nnodes": self.nodes, "--odyssey-node-lease-s": self.lease_s}
 
 
 class Admission(RendezvousHandler):
@@ -143,7 +152,8 @@ class Admission(RendezvousHandler):
             meeting.host, port, None, True, timedelta(seconds=_MEET_S), wait_for_workers=False,
             master_listen_fd=inside.detach(),
         )  # fmt: skip
-        keeper = _Doorkeeper(door, meeting.token, {"session": session, "port": port}, hosts.admit)
+        secret = {"session": session, "port": port, **meeting.common}
+        keeper = _Doorkeeper(door, meeting.token, secret, hosts.admit)
         threading.Thread(target=keeper.run, name="odyssey-door", daemon=True).start()
         return int(port)
 
@@ -163,6 +173,11 @@ class Admission(RendezvousHandler):
                     says_s = math.inf
                     say(_WAITS.format(**where, error=error))
                 time.sleep(0.1)
+        for flag, ours in meeting.common.items():
+            if (theirs := found[flag]) != ours:
+                raise ConfigError(
+                    _UNLIKE.format(flag=flag, ours=ours, theirs=theirs, host=meeting.host, port=meeting.port)
+                )
         self.token = session_token(meeting.token, found["session"])
         self._store = dist.TCPStore(
             meeting.host, found["port"], None, False, timedelta(seconds=_MEET_S), wait_for_workers=False

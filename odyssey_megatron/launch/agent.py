@@ -44,7 +44,7 @@ _ORPHANS_S = 2.0
 """Time from SIGTERM to SIGKILL if the coordinator's host is gone: nothing can help the job, which is to end soon."""
 _RUNNING = (
     "a job with a node {node} is running under this address. To replace that node after it was lost, use 'odyssey "
-    "join' with the same arguments; for another job, use another --master-port."
+    "join' with the same arguments. Each node of a job has a --node-rank of its own, and each job a --master-port."
 )
 _NOT_RUNNING = (
     "no job with a node {node} is running under this address, so there is nothing to join. Start one with 'odyssey "
@@ -127,27 +127,34 @@ class OdysseyAgent(LocalElasticAgent):
             time.sleep(_SEEN_S)
             raise ConfigError(OTHER_TOKEN)
         node = worker_group.group_rank
-        running = control.has([keys.node_key(node)])
-        if running != self._launch.joins:
+        ranks, joins = [worker.global_rank for worker in worker_group.workers], self._launch.joins
+        # Counted, as two may come as the same node at once.
+        running = control.has([keys.node_key(node)]) if joins else control.count(keys.agents_key(node)) > 1
+        if running != joins:
             raise ConfigError(_NOT_RUNNING.format(node=node) if not running else _RUNNING.format(node=node))
         if self._hosting is not None:
             self._hosting.name_job(control)
         os.environ["ODYSSEY_JOB"] = _name_of_job(control)
-        if running:
-            # Checked before anything is written or started in the node's name.
-            if beats(control, node, config.node_lease_s):
-                raise ConfigError(_ALIVE.format(node=node))
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            if (had := json.loads(control.get(keys.node_key(node)))) != ranks:
-                raise ConfigError(_OTHERS.format(node=node, had=len(had), ranks=len(ranks)))
-            self._incarnation = control.count(keys.replaced_key(node))
-            # The new lease must be known before ranks join: else they would be lost with the agent before this one.
-            self._connect().put(keys.lease_key(node), "")
-            control.forget(keys.bye_key(node))
-            os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
-            for rank in ranks:
-                control.put(keys.here_key(rank), "")
-            forget_smaller(control, ranks)
+        if joins:
+            self._take_over(control, node, ranks)
+        else:
+            control.put(keys.node_key(node), json.dumps(ranks))
+
+    def _take_over(self, control: Control, node: int, ranks: list[int]) -> None:
+        """Take the place of the agent of ``node``, which was lost. Raises ConfigError if it was not."""
+        # Checked before anything is written or started in the node's name.
+        if beats(control, node, self._launch.config.node_lease_s):
+            raise ConfigError(_ALIVE.format(node=node))
+        if (had := json.loads(control.get(keys.node_key(node)))) != ranks:
+            raise ConfigError(_OTHERS.format(node=node, had=len(had), ranks=len(ranks)))
+        self._incarnation = control.count(keys.replaced_key(node))
+        # The new lease must be known before ranks join: else they would be lost with the agent before this one.
+        self._connect().put(keys.lease_key(node), "")
+        control.forget(keys.bye_key(node))
+        os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
+        for rank in ranks:
+            control.put(keys.here_key(rank), "")
+        forget_smaller(control, ranks)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group, launch = self._worker_group, self._launch
@@ -192,7 +199,6 @@ class OdysseyAgent(LocalElasticAgent):
         assert self._pcontext is not None
         try:
             control, watch, spare = (self._connect() for _ in range(3))
-            control.put(keys.node_key(node), json.dumps([w.global_rank for w in group.workers]))
             control.put(keys.lease_key(node), "")
         except ControlPlaneLost:
             return self._orphaned()

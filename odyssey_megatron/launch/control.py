@@ -145,6 +145,11 @@ def node_key(node: int) -> str:
     return f"node/{node}"
 
 
+def agents_key(node: int) -> str:
+    """Return the key of the counter of agents that have come as ``node`` to start its ranks: the first one does."""
+    return f"{node_key(node)}/agents"
+
+
 def replaced_key(node: int) -> str:
     """Return the key of the counter of agents that have taken the place of the first one of ``node``."""
     return f"{node_key(node)}/replaced"

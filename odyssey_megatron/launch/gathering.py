@@ -20,9 +20,10 @@ _WITHIN_S = 600.0
 """How long nodes wait for one another. It is torchrun's own limit."""
 _LOOK_S, _SAYS_S = 0.1, 30.0
 _ALL = "odyssey/came/all"
+_STILL = "[odyssey] {who} still missing, of {nodes} nodes. Nothing starts before. Each has a --node-rank of its own."
 _NOT_ALL = (
-    "not all of {nodes} nodes have come within {limit_s:.0f} s: {who} missing. Start 'odyssey run' there, too, or look "
-    "in its log for what keeps it; or start the job with fewer nodes."
+    "not all of {nodes} nodes have come within {limit_s:.0f} s: {who} missing. Start 'odyssey run' there, too, with a "
+    "--node-rank of its own, or look in its log for what keeps it; or start the job with fewer nodes."
 )
 
 
@@ -56,9 +57,7 @@ def gather(store: Any, node: int, nodes: int, says: bytes, *, limit_s: float = _
                 says_s = now_s + _SAYS_S
                 missing = _missing(store, nodes)
                 if node == min({*range(nodes)} - {*missing}):  # all may write into one log
-                    say(
-                        f"[odyssey] {_named(missing)} still missing, of {nodes} nodes. Nothing starts before."
-                    )
+                    say(_STILL.format(who=_named(missing), nodes=nodes))
             time.sleep(_LOOK_S)
     except dist.DistError as error:
         raise ControlPlaneLost(f"the store is gone: {str(error).splitlines()[0]}") from error

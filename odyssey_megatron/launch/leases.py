@@ -101,6 +101,8 @@ class HostOfJob:
 def beats(control: Control, node: int, limit_s: float) -> bool:
     """Whether the agent of ``node`` renews its lease within ``limit_s``."""
     key, ends_s = [keys.lease_key(node)], time.monotonic() + limit_s
+    if not control.has(key):  # it has ended before it had one
+        return False
     before = control.latest(key)
     while time.monotonic() < ends_s:
         time.sleep(limit_s / 20)

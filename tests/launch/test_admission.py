@@ -148,3 +148,20 @@ def test_who_waits_for_a_host_says_so_and_where_nobody_can_host(monkeypatch, cap
     assert told.count("nobody who hosts this job answers at no.such.host.invalid:1 yet (") == 1
     with pytest.raises(ConfigError, match="cannot listen at no.such.host.invalid:1"):
         Admission(replace(meeting, node=0, hosts=True)).next_rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("unlike", "said"),
+    [({"nodes": 3}, "--nnodes is 3 here, and 2"), ({"lease_s": 60.0}, "--odyssey-node-lease-s is 60 here, and 3")],
+)  # fmt: skip
+def test_a_node_that_counts_other_nodes_or_other_seconds_is_refused(unlike, said):
+    """It would renew its lease too seldom, say, and be lost though nothing ails it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    first = Meeting(host="127.0.0.1", port=port, node=0, nodes=2, token="x", bind="", lease_s=3.0, hosts=True)
+    host = Admission(first)
+    host.next_rendezvous()
+    other = replace(first, node=1, hosts=False)
+    assert Admission(other).next_rendezvous().world_size == 2
+    with pytest.raises(ConfigError, match=said):
+        Admission(replace(other, **unlike)).next_rendezvous()

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from odyssey_megatron.errors import ConfigError, ControlPlaneLost
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch import gathering
 from odyssey_megatron.launch.admission import ask
 from odyssey_megatron.launch.gathering import gather
@@ -59,7 +59,8 @@ def test_who_has_not_come_is_named_by_all_others(store, monkeypatch, capfd, come
         assert isinstance(error, ConfigError)
         assert f"not all of 4 nodes have come within 2 s: {missing} missing" in str(error)
     said = [line for line in capfd.readouterr().err.splitlines() if "Nothing starts before" in line]
-    assert said[-1] == f"[odyssey] {missing} still missing, of 4 nodes. Nothing starts before."
+    own = "Each has a --node-rank of its own."
+    assert said[-1] == f"[odyssey] {missing} still missing, of 4 nodes. Nothing starts before. {own}"
     assert len(said) < 10, "one of them says so"
 
 
@@ -85,7 +86,7 @@ def test_the_store_s_host_goes(connect):
         gather(Gone(), 1, 2, b"")
 
 
-def start(server, tmp_path, node: int, port: int, nodes: int) -> Job:
+def start(server, tmp_path, node: int, port: int, nodes: int, log: int | None = None) -> Job:
     return server.run(
         [
             *("--nnodes", nodes, "--node-rank", node, "--nproc-per-node", 1),
@@ -99,7 +100,7 @@ def start(server, tmp_path, node: int, port: int, nodes: int) -> Job:
             ),
             *("--odyssey-store-timeout-s", 3),
         ],
-        log=tmp_path / f"log{node}",
+        log=tmp_path / f"log{node if log is None else log}",
         env={"ODYSSEY_TOKEN": "its nodes"},
     )
 
@@ -139,3 +140,11 @@ def test_a_node_that_ends_while_another_is_missing(server, tmp_path, port):
     assert [first.wait(60), third.wait(60)] == [1, 1], first.log()
     assert "the agent(s) of node(s) [1] came, and have not started their ranks within 3 s" in first.log()
     assert "Traceback" not in first.log()
+
+
+def test_two_that_come_as_the_same_node_at_once(server, tmp_path, port):
+    """Both would start its ranks: a rank would be two processes."""
+    jobs = [start(server, tmp_path, node, port, nodes=2, log=at) for at, node in enumerate((0, 1, 1))]
+    assert sorted(job.wait(60) for job in jobs) == [0, 0, EXIT_BAD_INPUT], [job.log() for job in jobs]
+    told = jobs[1].log() + jobs[2].log()
+    assert told.count("Each node of a job has a --node-rank of its own") == 1

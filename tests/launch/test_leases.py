@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from odyssey_megatron.cluster.events import NodeLost, RankJoined
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.agent import OdysseyAgent
-from odyssey_megatron.launch.leases import HostOfJob, Leases
+from odyssey_megatron.launch.leases import HostOfJob, Leases, beats
 from tests.launch.jobserver import events, wait_for
 from tests.launch.played import Job
 
@@ -21,6 +21,12 @@ pytestmark = pytest.mark.usefixtures("rendezvous")
 
 def agent(connect, incarnation: int):
     return connect(writer="agent1", incarnation=incarnation)
+
+
+@pytest.mark.timeout(20)
+def test_an_agent_that_has_ended_before_it_had_a_lease_is_silent(connect):
+    """'odyssey join' would wait for that lease for ever."""
+    assert not beats(connect(), 1, 60.0)
 
 
 def test_a_node_is_lost_when_another_agent_takes_its_place(connect):

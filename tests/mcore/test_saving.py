@@ -143,6 +143,24 @@ def test_an_attempt_with_a_hole_does_not(tmp_path):
     assert saving.damage(folder) == []
 
 
+def test_a_folder_that_is_another_one_on_other_nodes_is_said_before_anything_is_written(
+    tmp_path, monkeypatch
+):
+    """Their files would be missing in the checkpoint, and stay on their own disks."""
+
+    def found(all_of_them: list[bool], mine: bool) -> None:
+        all_of_them[:] = [mine, False, mine]
+
+    monkeypatch.setattr(saving.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saving.dist, "broadcast_object_list", lambda outcome, src: None)
+    monkeypatch.setattr(saving.dist, "all_gather_object", found)
+    with pytest.raises(
+        saving.NotSaved, match=r"does not exist for number\(s\) 1 of them. Save to a folder that all"
+    ):
+        saving.save(lambda *others: pytest.fail("something was written"), {}, tmp_path / "iter_0000002")
+
+
 def args_of(**given):
     nothing = [
         "save",

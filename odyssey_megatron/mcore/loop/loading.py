@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import pickle
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,13 @@ from torch.distributed.checkpoint import CheckpointException
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.names import first_few
 from odyssey_megatron.rebuild.world import Together
+
+_OF_CONTENT = (
+    *(CheckpointException, CheckpointingException, AssertionError),
+    *(EOFError, ValueError, pickle.UnpicklingError),  # a file that was cut short, or overwritten
+)
+_OF_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EINVAL)
+"""EINVAL: torch has sought before the start of an archive that was cut short."""
 
 
 def load(
@@ -71,6 +80,17 @@ def _latest(args: Any) -> str:
     return " and ".join(filter(None, said)) or "nothing"
 
 
+def _is_of_checkpoint(error: BaseException) -> bool:
+    """Whether ``error`` says that a checkpoint is gone, damaged, or at odds with the flags (which Megatron asserts). No
+    peer's loss and no failing disk shows so.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _OF_PATH
+    if isinstance(error, RuntimeError):
+        return "PytorchStreamReader" in str(error)
+    return isinstance(error, _OF_CONTENT)
+
+
 @contextlib.contextmanager
 def refused(folder: str) -> Iterator[None]:
     """Turn a failure of Megatron's to load from ``folder`` in the body into a ConfigError, for the user to mend. No
@@ -83,10 +103,13 @@ def refused(folder: str) -> Iterator[None]:
             f"there is no checkpoint to load in {folder}; what Megatron-LM has printed of it stands above. Name a "
             "folder whose latest_checkpointed_iteration.txt has the number of one, or name that by --ckpt-step."
         ) from end
-    except (FileNotFoundError, NotADirectoryError, CheckpointException, CheckpointingException) as error:
+    except (Exception, CheckpointException) as error:  # that one is a BaseException
+        if not _is_of_checkpoint(error):
+            raise
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         said = traceback.format_exception_only(first)[-1].strip(" .\n")
         raise ConfigError(
-            f"no checkpoint can be loaded from {folder}: {said}. Name another one by --load or "
-            "--ckpt-step if it is damaged or gone; where it is of another model, give the flags that it was saved with."
+            f"no checkpoint can be loaded from {folder}: {said}. Name another one by --load or --ckpt-step if it is "
+            "damaged or gone; where it is of another model, give the flags that it was saved with; and where the "
+            "schedule is to be another one, --override-opt_param-scheduler."
         ) from error

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
+from odyssey_megatron.names import first_few
 from odyssey_megatron.upstream import seam_table, seams
 
 _UNFINISHED = ".odyssey-"
@@ -217,6 +218,7 @@ def save(
     """
     folder = Path(checkpoint_dir)
     written = _of_first_rank(lambda: _made_beside(folder))
+    _check_common(written)
 
     def put_in_place() -> None:
         _of_first_rank(lambda: _put_in_place(written, folder))
@@ -244,6 +246,20 @@ def _made_beside(folder: Path) -> Path:
     made = folder.with_name(f"{_UNFINISHED}{folder.name}-{secrets.token_hex(8)}")
     made.mkdir()
     return made
+
+
+def _check_common(made: Path) -> None:
+    """Check that all ranks see the folder that the first one has ``made``. What others wrote would be in a folder of
+    their own node, where nobody would find it, or remove it. Collective. Raises NotSaved on all ranks.
+    """
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, made.is_dir())
+    if blind := [rank for rank, one in enumerate(seen) if not one]:
+        few, more = first_few(blind)
+        raise NotSaved(
+            f"{made.parent} is not one folder for all: what the first of the living ranks makes there does not exist "
+            f"for number(s) {', '.join(map(str, few))}{more} of them. Save to a folder that all nodes have in common"
+        )
 
 
 def _put_in_place(written: Path, folder: Path) -> None:

@@ -1,0 +1,55 @@
+"""A checkpoint that cannot be loaded is bad input; what ails a rank or its peers is not."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from odyssey_megatron.errors import ConfigError, PeerFailed  # noqa: E402
+from odyssey_megatron.mcore.loop import loading  # noqa: E402
+
+
+def archive(path, change):
+    torch.save({"args": list(range(1000))}, path)
+    path.write_bytes(change(path.read_bytes()))
+    torch.load(path, weights_only=True)
+
+
+DAMAGE = {
+    "cut-in-the-middle": lambda path: archive(path, lambda text: text[: len(text) // 2]),
+    "cut-at-the-end": lambda path: archive(path, lambda text: text[:-10]),
+    "empty": lambda path: archive(path, lambda text: b""),
+    "overwritten": lambda path: archive(path, lambda text: b"garbage" * 50),
+    "no-json": lambda path: json.loads("{"),
+    "no-text": lambda path: b"\xff6".decode(),
+    "a-folder": lambda path: path.parent.read_bytes(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_bad_input(tmp_path, damage):
+    with (
+        pytest.raises(ConfigError, match="no checkpoint can be loaded from saved: "),
+        loading.refused("saved"),
+    ):
+        DAMAGE[damage](tmp_path / "common.pt")
+
+
+def test_flags_that_megatron_finds_at_odds_with_it_are_bad_input():
+    why = "class input value 32 and checkpointvalue 24 for total number of iterations do not match"
+    with pytest.raises(ConfigError, match=why), loading.refused("saved"):
+        raise AssertionError(f"OptimizerParamScheduler: {why}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EIO, "disk"), RuntimeError("[gloo] Connection closed by peer"), PeerFailed("rank 1")],
+)
+def test_a_failing_disk_and_a_lost_peer_are_none(error):
+    with pytest.raises(type(error)) as raised, loading.refused("saved"):
+        raise error
+    assert raised.value is error
