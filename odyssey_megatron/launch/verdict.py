@@ -103,7 +103,7 @@ def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ende
     if killed := [rank for rank, code in exits.items() if code < 0 and rank in cut_short]:
         return JobVerdict(
             code=1,
-            why=f"rank(s) {killed} were killed when all steps were trained, but before their scripts had ended: what "
+            why=f"rank(s) {killed} were killed behind the job's last step, but before their scripts had ended: what "
             "these were to write is missing, unless it was written by then.",
         )
     if ended_behind >= 0:

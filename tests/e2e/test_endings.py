@@ -57,7 +57,7 @@ def test_final_weights_that_nobody_can_write_are_no_success(jobs, name):
 def test_a_script_that_is_cut_short_after_training_is_no_success(jobs, name):
     outcome = jobs.run(name, ranks=2, stages=1, flags="--late", script=Path(export_cut_short.__file__))
     assert outcome.exit_code == 1, outcome.log[-3000:]
-    assert "rank(s) [0] were killed when all steps were trained" in outcome.log
+    assert "rank(s) [0] were killed behind the job's last step" in outcome.log
 
 
 def test_numbers_that_are_not_finite_stop_the_job(jobs, name):

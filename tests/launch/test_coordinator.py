@@ -199,7 +199,7 @@ def test_a_node_that_is_lost_after_its_ranks_have_finished(started):
     started.died(0, 1, code=0)
     verdict = started.end()
     assert verdict.code == 1
-    assert "rank(s) [2, 3] were killed when all steps were trained" in verdict.why
+    assert "rank(s) [2, 3] were killed behind the job's last step" in verdict.why
 
 
 def test_who_had_finished_and_died_is_not_waited_for_in_another_generation(started):

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,15 @@ def test_a_folder_that_is_another_one_on_other_nodes_is_said_before_anything_is_
         saving.NotSaved, match=r"does not exist for number\(s\) 1 of them. Save to a folder that all"
     ):
         saving.save(lambda *others: pytest.fail("something was written"), {}, tmp_path / "iter_0000002")
+
+
+def test_a_folder_may_be_seen_a_little_later(tmp_path, monkeypatch):
+    """As through a client of a file server that goes by what it has kept."""
+    made = tmp_path / "made"
+    threading.Timer(0.3, made.mkdir).start()
+    assert saving._is_seen(made)
+    monkeypatch.setattr(saving, "_SEEN_WITHIN_S", 0.2)
+    assert not saving._is_seen(tmp_path / "of another node")
 
 
 def args_of(**given):

@@ -15,6 +15,7 @@ import queue
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +31,8 @@ from odyssey_megatron.upstream import seam_table, seams
 _UNFINISHED = ".odyssey-"
 """Prefix of the names of what is not a checkpoint, not yet, or not any more."""
 _TRACKER = "latest_checkpointed_iteration.txt"
+_SEEN_WITHIN_S = 5.0
+"""Limit for a folder that one rank has made to be seen by the others."""
 
 
 class NotSaved(OdysseyError):
@@ -253,13 +256,25 @@ def _check_common(made: Path) -> None:
     their own node, where nobody would find it, or remove it. Collective. Raises NotSaved on all ranks.
     """
     seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, made.is_dir())
+    dist.all_gather_object(seen, _is_seen(made))
     if blind := [rank for rank, one in enumerate(seen) if not one]:
         few, more = first_few(blind)
         raise NotSaved(
             f"{made.parent} is not one folder for all: what the first of the living ranks makes there does not exist "
             f"for number(s) {', '.join(map(str, few))}{more} of them. Save to a folder that all nodes have in common"
         )
+
+
+def _is_seen(made: Path) -> bool:
+    """Whether ``made`` is a folder here, too, or comes to be one: a client of NFS may go by what it has kept."""
+    ends_s = time.monotonic() + _SEEN_WITHIN_S
+    while not made.is_dir():
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(0.1)
+        with contextlib.suppress(OSError):
+            os.listdir(made.parent)  # opened, a folder's entries are asked for anew
+    return True
 
 
 def _put_in_place(written: Path, folder: Path) -> None:
