@@ -48,6 +48,7 @@ def test_a_run_that_loses_cells_of_context_ranks_equals_one_that_does_not(
     assert_equal_runs(shot, undisturbed(model), kills=inject.count("rank="))
 
 
+@pytest.mark.matrix
 def test_with_tensor_parallelism(jobs, undisturbed, name):
     """Cells of four. A weight that all of a cell have is in the sum of every part once."""
     shot = jobs.run(name, ranks=RANKS, stages=1, flags=f"{BOTH} --odyssey-inject rank=6,step=2,at=reduce")

@@ -97,6 +97,7 @@ def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     assert [sorted(ring) for ring in first["keepers"]] == first["holders"]
 
 
+@pytest.mark.matrix  # of the default run is the same in tests/launch/test_survival.py, without a model
 def test_a_rank_whose_training_thread_is_stuck(jobs, undisturbed, name):
     """Its process beats all the same, hears of generations, and enters none."""
     inject = "rank=5,step=2,at=backward,signal=STUCK"
