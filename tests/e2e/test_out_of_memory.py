@@ -1,12 +1,20 @@
-"""A rank runs out of its device's memory: nobody is lost, the step is done again, by a plan that needs less."""
+"""A rank runs out of its device's memory: nobody is lost, the step is done again, by a plan that needs less.
+
+ODYSSEY_SEEDS=0:200 bash tests/run.sh tests/e2e/test_out_of_memory.py -m matrix -k drawn      # 12 minutes
+"""
 
 from __future__ import annotations
 
+import os
+import random
 from itertools import pairwise
 
 import pytest
 
+from odyssey_megatron.errors import EXIT_LAYERS_LOST
 from tests.e2e.jobs import LONG, assert_equal_runs
+from tests.e2e.test_shrinking import GANG
+from tests.e2e.test_tensor_parallel import CELLS
 
 CASES = {
     "healthy": "rank=0,step=2,at=forward,microbatch=4,signal=FULL",
@@ -60,3 +68,41 @@ def test_a_rank_that_no_plan_helps_is_left_out(jobs, undisturbed, name):
     (lost,) = shot.named("failure_detected")
     assert (lost["dead"], lost["causes"]) == ([3], ["memory"])
     assert "rank(s) [3] have run out of memory and are left out" in shot.log
+
+
+JOBS = {
+    # what the job is, ranks, stages, ranks of a worker
+    "two-pipelines": ("", 8, 4, 1),
+    "four-pipelines": ("", 8, 2, 1),
+    "cells": (CELLS, 8, 2, 2),
+    "gangs": (GANG, 8, 2, 2),
+    "slices": ("--use-distributed-optimizer", 8, 2, 1),
+    "tied": ("--share-embeddings-and-output-weights", 8, 4, 1),
+}
+FLAGS = ("", "--odyssey-policy reroute", "--odyssey-policy replan", "--odyssey-interrupted-step redo",
+         "--odyssey-respawn 1", "--odyssey-layout auto", "--odyssey-redundancy compute")  # fmt: skip
+FIRST, LAST = (int(one) for one in os.environ.get("ODYSSEY_SEEDS", "0:12").split(":"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(FIRST, LAST))
+def test_drawn(jobs, undisturbed, name, seed):
+    """Ranks run out of memory and die, up to four times at points that a seed draws."""
+    draw = random.Random(seed)
+    model, ranks, stages, group = JOBS[draw.choice(sorted(JOBS))]
+    faults = []
+    for _ in range(draw.randint(1, 4)):
+        runs_out = draw.random() < 0.65
+        points = ("forward", "backward", "weight_grad") + ("reduce", "optimizer", "groups") * (not runs_out)
+        at = draw.choice((*points, "transfer"))
+        step = -1 if at in ("groups", "transfer") else draw.randint(0, 5)
+        where = f",generation={draw.randint(1, 4)}" if step < 0 else ""
+        signal = ",signal=FULL" if runs_out else ""
+        faults.append(f"rank={draw.randrange(ranks)},step={step},at={at}{where}{signal}")
+    job = f"{model} --train-iters 8".strip()
+    flags = f"{job} {draw.choice(FLAGS)} --odyssey-inject {';'.join(faults)}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags, timeout_s=120.0)
+    if shot.exit_code == EXIT_LAYERS_LOST:
+        assert "is left of" in shot.log, shot.log[-4000:]
+        return
+    assert_equal_runs(shot, undisturbed(job, ranks=group), kills=len(shot.named("injected")))
