@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from odyssey_megatron.cluster.events import Event, GenerationLive, NodeLost, RankDied
@@ -284,7 +284,7 @@ class Coordinator:
             return self._stop(reactions.layers_lost(self._job, error))
         except OdysseyError as error:
             if wanted.full and isinstance(error, PlanInfeasible):
-                return self._leave_out({rank for _, rank in wanted.full}, error)
+                return self._leave_out(wanted, error)
             return self._stop(stop(job, f"no plan for the surviving ranks: {error}", 1))
         plan = decided.plan
         self._offers.recovered(decided, job.live_plan)
@@ -297,19 +297,21 @@ class Coordinator:
         )
         return None
 
-    def _leave_out(self, full: Collection[int], error: PlanInfeasible) -> JobVerdict | None:
+    def _leave_out(self, wanted: Recover, error: PlanInfeasible) -> JobVerdict | None:
         """Go on without the ranks that have run out of memory, as no plan that needs less helps: count them as dead."""
-        self._say(f"[odyssey] rank(s) {sorted(full)} have run out of memory and are left out: {error}")
-        known = self._job.cluster
+        known, now_s = self._job.cluster, time.monotonic()
+        full = sorted({rank for _, rank in wanted.full} & known.members & {*known.ranks})
+        self._say(f"[odyssey] rank(s) {full} have run out of memory and are left out: {error}")
         deaths = [
-            RankDied(rank=rank, code=-9, cause="memory", incarnation=known.incarnation_of(rank))
+            RankDied(rank=rank, code=-9, cause="memory", incarnation=known.incarnation_of(rank), t_s=now_s)
             for rank in full
         ]
-        self._job, dead = reactions.bury(self._job, deaths)
-        self._report(reactions.deaths(self._job, dead, deaths))
+        self._job, dead = reactions.bury(replace(self._job, fruitless=0), deaths)
+        if dead:
+            self._report(reactions.deaths(self._job, dead, deaths))
         if not self._job.cluster.ranks:
             return self._stop(stop(self._job, f"all ranks have run out of memory: {error}", 1))
-        return self._recover(Recover(dead=tuple(sorted(dead)), why="failure"))
+        return self._recover(Recover(dead=tuple(sorted({*wanted.dead, *dead})), why="failure"))
 
     def _hear_out(self) -> None:
         """Wait for further deaths if all so far have the same exit code: ranks that fail by the same mistake end one

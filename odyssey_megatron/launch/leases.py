@@ -101,8 +101,11 @@ class HostOfJob:
 def beats(control: Control, node: int, limit_s: float) -> bool:
     """Whether the agent of ``node`` renews its lease within ``limit_s``."""
     key, ends_s = [keys.lease_key(node)], time.monotonic() + limit_s
-    if not control.has(key):  # it has ended before it had one
-        return False
+    while not control.has(key):  # it is just starting, or has ended before it had one
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(limit_s / 20)
+    ends_s = time.monotonic() + limit_s
     before = control.latest(key)
     while time.monotonic() < ends_s:
         time.sleep(limit_s / 20)

@@ -69,6 +69,8 @@ class Member:
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
         self.each = each
         """Number of places of a whole cell that this rank fills, as its agent has told it: see ``Cell``."""
+        self.ran_out = False
+        """Whether this rank has run out of memory and entered no generation since."""
         self.agreed_s: float | None = None
         """Time, on this rank's clock, when the members of its generation had agreed on how far they are."""
         self._control, self._heartbeat = control, heartbeat
@@ -292,7 +294,9 @@ class Member:
             JobStopped: the job cannot go on.
             ControlPlaneLost: also if no generation came in time.
         """
-        return self._entering.next_generation(after, timeout_s, why=why)
+        found = self._entering.next_generation(after, timeout_s, why=why)
+        self.ran_out = False
+        return found
 
     def meet(self, generation: Generation) -> None:
         """Meet the ranks that join in ``generation``, which begins between two steps. This rank is in its groups.
@@ -376,6 +380,7 @@ class Member:
             out_of_memory=out_of_memory,
         )
         self._control.send(retry)
+        self.ran_out |= out_of_memory
 
     def note(self, name: str, value: str) -> None:
         """Leave ``value`` for the rank that takes over a task of this rank's."""

@@ -139,13 +139,11 @@ def react(
         plan, and it is the last.
     """
     before, actions, wanted, lost, patience_s = job.cluster, list[Action](), "", set[int](), 0.0
-    full = list[tuple[Plan, int]]()
+    full = _full(job, events)
     for event in events:
         if isinstance(event, Retry) and event.generation in (before.generation, before.offered):
             wanted = f"rank {event.rank} asked for it: {event.reason}"
             patience_s = max(patience_s, event.patience_s)
-            at = job.offered if event.generation == before.offered else job.current
-            full += [(at.plan, event.rank)] if event.out_of_memory and at is not None else []
         was = job.cluster
         job, more = _after(job, event, now_s)
         actions += more
@@ -168,8 +166,18 @@ def react(
         return job, [*actions, stop(job, _FRUITLESS.format(count=job.fruitless - 1, wanted=wanted), 1)]
     needed = before.members | (before.offered_members if before.offered else frozenset())
     if wanted or needed & missed:
-        actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure", full=tuple(full)))
+        actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure", full=full))
     return job, actions
+
+
+def _full(job: JobState, events: Sequence[Event]) -> tuple[tuple[Plan, int], ...]:
+    """Return ``Recover.full``, by the plans that were there before the ``events``."""
+    plans = {one.number: one.plan for one in (job.current, job.offered) if one is not None}
+    return tuple(
+        (plans[event.generation], event.rank)
+        for event in events
+        if isinstance(event, Retry) and event.out_of_memory and event.generation in plans
+    )
 
 
 def bury(job: JobState, events: Sequence[Event]) -> tuple[JobState, set[int]]:

@@ -42,12 +42,13 @@ class Work:
 def _threads(pid: int) -> tuple[set[str], float]:
     """Return the states of all threads (proc(5)), and the seconds of processor time that they have used together."""
     states, ticks = set[str](), 0
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+    task = Path(f"/proc/{pid}/task")
+    for thread in os.listdir(task) if task.exists() else ():
         try:
-            text = thread.read_text()
+            text = (task / thread / "stat").read_bytes()
         except OSError:  # it has ended
             continue
-        fields = text[text.rindex(")") + 2 :].split()  # a thread's name may contain anything
-        states.add(fields[0])
+        fields = text[text.rindex(b")") + 2 :].split()  # a thread's name may contain anything
+        states.add(fields[0].decode())
         ticks += int(fields[11]) + int(fields[12])
     return states, ticks * _TICK_S

@@ -166,7 +166,9 @@ class Session:
             )  # the others wait for this exit, and an interpreter with a GPU ends slowly
         except (Fenced, ControlPlaneLost) as end:
             sys.stderr.write(f"[odyssey] rank {self.rank} stops: {end}\n")
-            raise SystemExit(EXIT_FENCED if isinstance(end, Fenced) else 1) from None
+            # One that is left out for its memory is not to be started again for ever.
+            is_sound = isinstance(end, Fenced) and not self.member.ran_out
+            raise SystemExit(EXIT_FENCED if is_sound else 1) from None
         except (PeerFailed, Superseded) as end:
             sys.stderr.write(
                 f"[odyssey] rank {self.rank} stops: a rank was lost before training began ({end})\n"

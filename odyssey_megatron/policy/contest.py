@@ -86,7 +86,7 @@ def best_of(
                 settled |= wanted(option)
             else:  # of equally good options those that had to be made come last
                 own = (number,) if isinstance(option.found, Drawn) else ()
-                queue += entries(_nearer(case, option), *own)
+                queue += entries(_nearer(case, option, many), *own)
                 heapify(queue)
         except PlanInfeasible as error:
             rows.append(unscored(option.name, None, f"{option.note}: {error}"))
@@ -103,9 +103,9 @@ def _place(case: Case, option: Option, number: int, is_wanted: bool, many: bool)
     return (not is_wanted, *first, -_on_paper(option.promise(case)), number)
 
 
-def _nearer(case: Case, option: Option) -> list[Option]:
-    """Return ``option`` with a tighter bound if it has one, otherwise made and laid out, and what else follows from it.
-    Raises PlanInfeasible.
+def _nearer(case: Case, option: Option, many: bool) -> list[Option]:
+    """Return ``option`` with a tighter bound if it has one, otherwise made and laid out, and with replicas apart if it
+    has them not; of ``many`` workers (:data:`MANY_WORKERS`) only the latter. Raises PlanInfeasible.
     """
     sketch = option.found
     if not isinstance(sketch, Sketch):
@@ -116,7 +116,8 @@ def _nearer(case: Case, option: Option) -> list[Option]:
     made = Proposal(layout=sketch.make(), note=option.note)
     least_holders = sketch.least_holders or case.job.least_holders
     found = drawn(case, option.policy, made, least_holders=least_holders)
-    return [laid_out(case, found), *with_replicas_apart(case, found)]
+    others = with_replicas_apart(case, found)
+    return others if many and others else [laid_out(case, found), *others]
 
 
 def _on_paper(score: float) -> float:

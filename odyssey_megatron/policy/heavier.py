@@ -11,7 +11,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.plan import Plan
 
-_ROOM, _BLIND_ROOM = 0.85, 0.7
+_ROOM, _BLIND_ROOM = 0.85, 0.8
 """A rank that has run out of memory is taken to have needed what there is, divided by this; the second where nobody has
 said how much there is. Choices: where that is not enough it runs out once more.
 """
@@ -59,3 +59,11 @@ class Heavier:
             if layer < len(costs.layers)
         }
         return Heavier(factors=MappingProxyType({**self.factors, **more}), room_bytes=room)
+
+    def at_least(self, other: Heavier) -> Heavier:
+        """Return the larger factor of both for each layer."""
+        both = {
+            layer: max(self.factors.get(layer, 1.0), other.factors.get(layer, 1.0))
+            for layer in {*self.factors, *other.factors}
+        }
+        return Heavier(factors=MappingProxyType(both), room_bytes=other.room_bytes)

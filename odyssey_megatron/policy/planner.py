@@ -90,6 +90,8 @@ class PolicyPlanner:
         """What it was before ranks ran out of memory for which no plan has been made yet; None: there are none."""
         self._remedy = True
         """Whether plans can do anything about that."""
+        self._full: frozenset[int] = frozenset()
+        """The workers of these ranks."""
         self._may_risk = False
         """Whether such a plan may leave layers with a single holder: not for the first rank that runs out."""
 
@@ -313,12 +315,12 @@ class PolicyPlanner:
         return next_loss_s(alone / len(left.ranks), restart_s, 1.0, mtbf_s, away_s)
 
     def ran_out(self, plan: Plan, worker: int) -> None:
-        found = self._heavier.after(plan, worker, self._learned.costs)
-        self._known_before, self._remedy = (
-            self._known_before or self._heavier,
-            self._remedy and found is not None,
-        )
-        self._heavier = found or self._heavier
+        before = self._known_before or self._heavier
+        found = before.after(plan, worker, self._learned.costs)
+        self._known_before, self._remedy = before, self._remedy and found is not None
+        self._full |= {worker}
+        if found is not None:  # of ranks that run out together each tells of the same plan
+            self._heavier = self._heavier.at_least(found)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)
@@ -337,12 +339,15 @@ class PolicyPlanner:
     def _with_less(self, state: ClusterState, previous: Plan, now_s: float, before: Heavier) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""
         helps, self._known_before, self._remedy = self._remedy, None, True
+        full, self._full = self._full, frozenset()
         try:
             if not helps:
                 raise PlanInfeasible("by its plan it had next to nothing to keep")
             found = self._going_on(state, previous, self._learned, now_s, home=self._home, rebalances=True)
             if not self._may_risk and replacing.takes_a_risk(found.plan.layout, previous.layout):
-                raise PlanInfeasible("with so little memory some layers would have a single holder")
+                with contextlib.suppress(LayersLost):  # without them the job would end
+                    check_living(previous.layout, set(state.alive) - full)
+                    raise PlanInfeasible("with so little memory some layers would have a single holder")
         except PlanInfeasible:
             # That rank is no case of wrong estimates, it seems; if others run out, too, it is.
             self._heavier, self._may_risk = before, True

@@ -27,6 +27,8 @@ def beat():
     while True:
         time.sleep(0.02)
 
+import ctypes
+ctypes.CDLL(None).prctl(15, b"caf\\xc3", 0, 0, 0)  # a name that was cut within a character
 for _ in range(4):
     threading.Thread(target=beat, daemon=True).start()
 time.sleep(0.1)

@@ -53,7 +53,8 @@ def too_full(plan, costs, room_bytes):
 @pytest.mark.parametrize("times", [{"head": 1.0, "others": 1.3}, {"head": 5.0, "others": 1.0}])
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("dead", [None, 3])
-def test_plans_fit_at_last(times, is_known, dead):
+@pytest.mark.parametrize("at_once", [1, 16])
+def test_plans_fit_at_last(times, is_known, dead, at_once):
     """Soon where it is known how much memory there is, as on GPUs, and then hardly slower than plans of somebody who
     knows what layers take.
     """
@@ -75,13 +76,16 @@ def test_plans_fit_at_last(times, is_known, dead):
     tries = 0
     while full := too_full(plan, true, room_bytes):
         tries += 1
-        planners[0].ran_out(plan, full[0])
+        assert tries <= 20, "more in a row would end the job"
+        for worker in full[:at_once]:
+            planners[0].ran_out(plan, worker)
         try:
             plan = planners[0].decide(state, plan, 100.0).plan
-        except PlanInfeasible:  # the job goes on without that rank
-            state = apply(state, RankDied(rank=full[0], code=-9, cause="memory", t_s=0.0))
+        except PlanInfeasible:  # the job goes on without these ranks
+            for worker in full[:at_once]:
+                state = apply(state, RankDied(rank=worker, code=-9, cause="memory", t_s=0.0))
+            tries = 0
             plan = planners[0].decide(state, plan, 100.0).plan
-    assert tries <= 20, "more would end the job"
     assert len(state.alive) >= 14
     if is_known and dead is not None:
         assert tries <= 2

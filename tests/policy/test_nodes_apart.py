@@ -14,6 +14,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.redundancy import with_keepers
 from odyssey_megatron.plan.spread import apart, on_one_node
+from odyssey_megatron.policy import contest
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.score import NODE_SHARE
@@ -40,8 +41,11 @@ def decided(dead: int, **of_job: object):
     return decide(job=job, state=state, previous=plan, profile=PROFILE, config=OdysseyConfig(), now_s=100.0)
 
 
+@pytest.mark.parametrize("many", [256, 8])
 @pytest.mark.parametrize("dead", [0, 3, 5, 12])
-def test_behind_any_loss_any_node_may_be_lost(dead):
+def test_behind_any_loss_any_node_may_be_lost(dead, many, monkeypatch):
+    """Also in large jobs, where few shapes are looked at."""
+    monkeypatch.setattr(contest, "MANY_WORKERS", many)
     decision = decided(dead)
     assert decision.best.option.policy.name == "replan", "layers have moved"
     assert not on_one_node(decision.best.layout, decision.case.nodes)

@@ -268,7 +268,7 @@ def _check_common(made: Path) -> None:
 def _is_seen(made: Path) -> bool:
     """Whether ``made`` is a folder here, too, or comes to be one: a client of NFS may go by what it has kept."""
     ends_s = time.monotonic() + _SEEN_WITHIN_S
-    while not made.is_dir():
+    while not os.path.isdir(made):  # which has no error, whatever a file server says
         if time.monotonic() > ends_s:
             return False
         time.sleep(0.1)
