@@ -19,10 +19,15 @@ def on_one_node(layout: Layout, nodes: Mapping[int, int]) -> dict[int, list[int]
     found: dict[int, list[int]] = {}
     if len({nodes[worker] for worker in layout.workers}) > 1:
         for layer, owners in enumerate(layout.owners):
-            for on in {frozenset(nodes[worker] for worker in one) for one in owners}:
-                if len(on) == 1:
-                    found.setdefault(min(on), []).append(layer)
+            for node in nodes_alone(owners, nodes):
+                found.setdefault(node, []).append(layer)
     return dict(sorted(found.items()))
+
+
+def nodes_alone(owners: Iterable[tuple[int, ...]], nodes: Mapping[int, int]) -> set[int]:
+    """Return the nodes that have all of some slice's ``owners``; ``nodes``: the node of each worker."""
+    of_slices = [{nodes[worker] for worker in one} for one in owners]
+    return {min(on) for on in of_slices if len(on) == 1}
 
 
 def spread(layout: Layout, nodes: Mapping[int, int], optimizer_copies: int = 0) -> Layout:

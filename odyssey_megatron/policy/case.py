@@ -10,6 +10,7 @@ from odyssey_megatron.cluster.state import WHOLE_CELL, ClusterState, Share
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Transfer
+from odyssey_megatron.plan.spread import nodes_alone
 from odyssey_megatron.policy.kinds import Slow
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import reroute
@@ -170,8 +171,7 @@ class Case:
         )
         share = ranks / of_all
         if self.node_share:
-            on = [{self.nodes[worker] for worker in one} for one in owners]
-            fatal = {node for nodes in on if len(nodes) == 1 for node in nodes}
+            fatal = nodes_alone(owners, self.nodes)
             share += self.node_share * (len(fatal) / len(set(self.nodes.values())) - share)
         return share
 

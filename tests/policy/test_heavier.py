@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.cluster.events import RankDied
-from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
@@ -15,16 +14,8 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.studies.presets import preset_profile
 from tests.plan.second import Second, held_bytes
+from tests.policy.test_risk import JOB
 
-JOB = JobSpec(
-    num_layers=34,
-    pipeline_model_parallel_size=8,
-    tensor_model_parallel_size=1,
-    num_microbatches=32,
-    tokens_per_step=32 * 4096,
-    train_steps=1000,
-    save_steps=100,
-)
 PROFILE = preset_profile("llama2-7b", "a100")
 START = initial_state(nodes=(0,) * 16)
 
