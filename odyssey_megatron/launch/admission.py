@@ -61,7 +61,7 @@ _NOT_OURS = (
     "that the others reach."
 )
 _UNLIKE = (
-    "{flag} is {ours:g} here, and {theirs:g} where the job is hosted ({host}:{port}). Start all of its nodes with the "
+    "{flag} is {ours} here, and {theirs} where the job is hosted ({host}:{port}). Start all of its nodes with the "
     "same."
 )
 _ONLY_HERE = (
@@ -102,11 +102,17 @@ class Meeting:
     """Whether door and store are in this process: the first node's agent, or ``odyssey host``."""
     is_apart: bool = False
     """Whether the job has an ``odyssey host``, so that all nodes knock at its door."""
+    observes: bool = False
+    """Whether Odyssey only looks on: then ranks do not wait for one another where others do."""
 
     @property
-    def common(self) -> dict[str, float]:
-        """The flags by which agents judge each other, and which so must be the same on all machines."""
-        return {"--nnodes": self.nodes, "--odyssey-node-lease-s": self.lease_s}
+    def common(self) -> dict[str, str]:
+        """The flags that must be the same on all machines, since agents judge or await each other by them."""
+        return {
+            "--nnodes": f"{self.nodes}",
+            "--odyssey-node-lease-s": f"{self.lease_s:g}",
+            "--odyssey": "observe" if self.observes else "recover",
+        }
 
 
 class Admission(RendezvousHandler):

@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
     if args.slow:
         print(f"rank {args.rank} (pid {pid}) runs for 1/{args.slow:g} of the time", flush=True)
         with _reached(args.rank, pid):
-            _hold_back(pid, args.slow, args.for_s or math.inf)
-        print(f"rank {args.rank} (pid {pid}) is left alone")
+            ended = _hold_back(pid, args.slow, args.for_s or math.inf)
+        print(f"rank {args.rank} (pid {pid}) " + ("has ended" if ended else "is as fast as before"))
         return 0
     name = args.signal or SIGNALS[0]
     with _reached(args.rank, pid):
@@ -95,8 +95,12 @@ def _started_s(pid: int) -> float:
     return since_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
 
 
-def _hold_back(pid: int, slow: float, for_s: float) -> None:
-    """Slow process ``pid`` down until it ends, or ``for_s`` have passed, or this process is told to end."""
+def _hold_back(pid: int, slow: float, for_s: float) -> bool:
+    """Slow process ``pid`` down until it ends, or ``for_s`` have passed, or this process is told to end.
+
+    Returns:
+        Whether it has ended.
+    """
     runs_s = max(_LEAST_S, _PERIOD_S / slow)
     waits_s, ends_s = runs_s * (slow - 1), time.monotonic() + for_s
 
@@ -106,12 +110,15 @@ def _hold_back(pid: int, slow: float, for_s: float) -> None:
     before = signal.signal(signal.SIGTERM, end)
     process = os.pidfd_open(pid)  # unlike the pid it never means a later process
     try:
-        with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
+        with contextlib.suppress(KeyboardInterrupt):
             while time.monotonic() < ends_s:
                 signal.pidfd_send_signal(process, signal.SIGSTOP)
                 time.sleep(waits_s)
                 signal.pidfd_send_signal(process, signal.SIGCONT)
                 time.sleep(runs_s)
+        return False
+    except ProcessLookupError:
+        return True
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(process, signal.SIGCONT)

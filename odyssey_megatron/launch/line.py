@@ -153,6 +153,7 @@ def meeting(args: Any, config: OdysseyConfig, *, nodes: int, token: str, hosts: 
         lease_s=config.node_lease_s,
         hosts=hosts or (node == 0 and not apart),
         is_apart=bool(apart),
+        observes=config.mode == "observe",
     )
 
 

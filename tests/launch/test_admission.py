@@ -152,10 +152,16 @@ def test_who_waits_for_a_host_says_so_and_where_nobody_can_host(monkeypatch, cap
 
 @pytest.mark.parametrize(
     ("unlike", "said"),
-    [({"nodes": 3}, "--nnodes is 3 here, and 2"), ({"lease_s": 60.0}, "--odyssey-node-lease-s is 60 here, and 3")],
-)  # fmt: skip
-def test_a_node_that_counts_other_nodes_or_other_seconds_is_refused(unlike, said):
-    """It would renew its lease too seldom, say, and be lost though nothing ails it."""
+    [
+        ({"nodes": 3}, "--nnodes is 3 here, and 2"),
+        ({"lease_s": 60.0}, "--odyssey-node-lease-s is 60 here, and 3"),
+        ({"observes": True}, "--odyssey is observe here, and recover"),
+    ],
+)
+def test_a_node_with_other_flags_than_the_first_is_refused(unlike, said):
+    """It would renew its lease too seldom, say, and be lost though nothing ails it, or wait for ranks that only look
+    on.
+    """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     first = Meeting(host="127.0.0.1", port=port, node=0, nodes=2, token="x", bind="", lease_s=3.0, hosts=True)

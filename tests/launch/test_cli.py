@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import fields
 from pathlib import Path
 
@@ -69,9 +70,11 @@ def test_a_process_that_is_to_be_slow_stands_still_by_turns_and_is_let_go(tmp_pa
             assert robber.wait(20) == 0
         assert state_of(rank.pid) != "T"
         assert cli.main([*argv, "--for-s", "0.2"]) == 0
-        assert f"rank 0 (pid {rank.pid}) is left alone" in capsys.readouterr().out
+        assert f"rank 0 (pid {rank.pid}) is as fast as before" in capsys.readouterr().out
         assert state_of(rank.pid) != "T"
-        rank.kill()
+        threading.Timer(0.3, lambda: (rank.kill(), rank.wait())).start()
+        assert cli.main(argv) == 0
+        assert f"rank 0 (pid {rank.pid}) has ended" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
