@@ -24,13 +24,7 @@ from odyssey_megatron.mcore.model.assembling import assembled, unsent
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
 from odyssey_megatron.mcore.model.holdings import Holdings
-from odyssey_megatron.mcore.model.layers import (
-    LayerBlock,
-    ModelSpec,
-    block_with,
-    build_part,
-    lend,
-)
+from odyssey_megatron.mcore.model.layers import LayerBlock, ModelSpec, block_with, build_part, lend
 from odyssey_megatron.mcore.model.logits import LargestLogit
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LearningRate
@@ -99,7 +93,7 @@ class MegatronModel(Holdings):
         self.cuts_activations = config.sequence_parallel if cuts_activations is None else cuts_activations
         parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
         length, *rest = spec.activation_shape(seq_length, micro_batch_size, parts.size())
-        self._message_shape = (length * cell.lane_each, *rest)
+        self._message_shape = (length * len(cell.held_lanes), *rest)
         self._flights = Flights()
         self._step, self._lane, self.balance = -1, cell.held_lanes[0], Balance()
         self.future = FutureTokens(config)
@@ -218,7 +212,9 @@ class MegatronModel(Holdings):
     def _go_to(self, microbatch: int, lane: int | None = None) -> int:
         """Switch to the plan's ``microbatch`` in a ``lane`` (or the first here); returns its number in the step."""
         self._lane = self.cell.held_lanes[0] if lane is None else lane
-        microbatch = self.balance.in_place(microbatch) * self.cell.full_lanes + self._lane
+        self.routing.is_idle = self._lane == lanes.IDLE
+        at = self.cell.held_lanes[0] if self.routing.is_idle else self._lane
+        microbatch = self.balance.in_place(microbatch) * self.cell.full_lanes + at
         self._seeds.microbatch = microbatch
         assert self.source is not None
         self.source.go_to(microbatch)
@@ -280,7 +276,8 @@ class MegatronModel(Holdings):
                 )
         assert tensor is not None
         # Blocks before the head have no losses; that is known on the host, without asking the device.
-        self._tally.add(microbatch, first, last, tokens, self._tally.read(reported), ahead=ahead)
+        if not self.routing.is_idle:
+            self._tally.add(microbatch, first, last, tokens, self._tally.read(reported), ahead=ahead)
         return tensor
 
     def adopt(self, visits: Collection[Visit]) -> None:
