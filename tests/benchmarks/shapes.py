@@ -85,6 +85,7 @@ SETTINGS = (
 """(model, GPU, tensor, context and expert parallel, workers of a stage, pipeline parallel, microbatches a pipeline, of
 each lane).
 """
+EXPERTS = {"mixtral-8x7b": 8, "qwen3-30b-a3b": 128}
 DRAWS = 4
 GANGS = (
     ("mixtral-8x7b", "h100", 1, 1, 8, 2, 4, 32),
@@ -158,12 +159,18 @@ class Job:
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
+            num_experts=EXPERTS[model] if ep > 1 else 0,
             num_microbatches=dp * microbatches,
             tokens_per_step=dp * microbatches,
             train_steps=1,
         )
         nodes = tuple(gpu // 8 for gpu in range(spec.cell_size * dp * pp))
-        state = initial_state(nodes=nodes, cell_size=spec.cell_size, context=spec.alike_ranks)
+        state = initial_state(
+            nodes=nodes,
+            cell_size=spec.cell_size,
+            context=spec.alike_ranks,
+            experts=spec.experts_of_one,
+        )
         return cls(
             spec=spec,
             profile=profile,
@@ -230,7 +237,7 @@ def walked(server: JobServer, folder: Path, dp: int, pp: int, *, shrinks: bool) 
     of_plans = {one["generation"]: one for one in events if one["event"] == "decision"}
     last = of_plans[run.steps[-1].generation]
     layout, schedule = from_jsonable(Layout, last["layout"]), schedule_from_text(last["schedule"])
-    speeds = {worker: size / last["cell_size"] for worker, size in last["shapes"]}
+    speeds = {worker: 1 / -(-last["cell_size"] // size) for worker, size in last["shapes"]}
     computing = {hop.worker for route in layout.routes for hop in route.hops}
     back_s = None
     if computing & speeds.keys():

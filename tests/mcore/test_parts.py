@@ -99,6 +99,33 @@ def test_why_cells_are_kept_whole(megatron, changes, why):
 
 
 @pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"num_experts": 2}, "no more experts than ranks"),
+        ({"config.moe_grouped_gemm": True}, "one module"),
+        ({"mtp_num_layers": 1}, "several tokens"),
+        ({"config.log_max_attention_logit": True}, "attention logits"),
+        ({"config.moe_permute_fusion": True}, "in one kernel"),
+    ],
+)
+def test_why_gangs_have_as_many_ranks_as_divide_a_whole_one(megatron, changes, why):
+    import pretrain_llama
+
+    from odyssey_megatron.mcore.model.parts import kept_whole
+
+    flags = {name: value for name, value in changes.items() if "." not in name}
+    flags = {**MODEL, **GANGS, **flags}
+    config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
+    for name in changes.keys() - flags.keys():
+        setattr(config, name.partition(".")[2], changes[name])
+    found = kept_whole(config)
+    assert not found.whole
+    assert why in found.even
+    assert bool(found.even) == bool(why)
+
+
+@pytest.mark.parametrize(
     ("changes", "is_kept"),
     [({}, True), (GANGS, False), (GANGS | {"context_parallel_size": 2}, True)],
 )

@@ -141,6 +141,22 @@ class Parts:
         self._staged[first, last, part, spread] = made
         return made
 
+    def of_run(self, block: LayerBlock, first: int, last: int, part: int) -> list[torch.Tensor]:
+        """The gradients of the experts in ``part``, a run of them, of layers ``[first, last)`` of ``block``: 1-D, in
+        place. A whole gang beside an uneven one has no room planned for copies.
+        """
+        found = []
+        for layer in block.inside(first, last):
+            ours, buffers = self.of_part(layer, part), dict[int, list[torch.Tensor]]()
+            for view in (main_grad(one) for one in layer.parameters() if id(one) in ours):
+                buffers.setdefault(view.untyped_storage().data_ptr(), []).append(view)
+            for views in buffers.values():
+                low = min(one.storage_offset() for one in views)
+                high = max(one.storage_offset() + one.numel() for one in views)
+                assert high - low == sum(map(torch.Tensor.numel, views)), "another's gradients lie between"
+                found.append(views[0].as_strided((high - low,), (1,), low))
+        return found
+
     def staged(self, first: int, last: int, part: int, *, spread: bool = False) -> _Staged:
         """What :meth:`stage` has returned last for these arguments."""
         return self._staged[first, last, part, spread]

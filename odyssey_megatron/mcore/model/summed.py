@@ -26,9 +26,11 @@ def gradients(block: LayerBlock, parts: Parts, first: int, last: int, part: int)
 def expert_gradients(
     block: LayerBlock, parts: Parts, first: int, last: int, part: int
 ) -> Sequence[torch.Tensor]:
-    """The same for experts that are spread over ranks."""
+    """The same for experts that are spread over ranks; in place, too, where parts are runs of experts."""
     if not parts.each.cuts_experts:
         return block.expert_gradients(first, last)
+    if parts.each.runs:
+        return parts.of_run(block, first, last, part)
     return parts.stage(block, first, last, part, spread=True).buffers
 
 
@@ -65,7 +67,7 @@ def slices(
 
 def _numbers(one: Range, parts: Parts, first: int, last: int, part: int, *, spread: bool) -> torch.Tensor:
     """The gradients of the numbers ``one``, as a 1-D view of what :func:`gradients` has returned."""
-    if not (parts.each.cuts_experts if spread else parts.each.shards > 1):
+    if (parts.each.experts if spread else parts.each.shards) == 1:
         return one.of_part(main_grad(one.parameter), 0)
     (staged,) = parts.staged(first, last, part, spread=spread).of_parameters([one.parameter])
     return staged.reshape(-1)[one.start : one.stop]
