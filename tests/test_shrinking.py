@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -243,6 +244,8 @@ def test_ranks_of_an_uneven_gang_have_all_lanes_and_experts_between_them(ranks, 
     )  # fmt: skip
     whole, sizes = job.cell(0), job.cell_sizes
     assert sizes == tuple(one * tensor for one in range(ranks, 0, -1))
+    even = replace(job, even_gangs_only="one module").cell_sizes
+    assert even == tuple(one for one in sizes if whole.size % one == 0)
     for ours, theirs in product(sizes, sizes):
         among = whole.among({0: ours, 1: theirs})
         here, there = among.of_worker(0, ours), among.of_worker(1, theirs)

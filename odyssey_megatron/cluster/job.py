@@ -59,6 +59,8 @@ class JobSpec:
     """The reason why a cell that has lost ranks does not go on with fewer; empty: it may."""
     num_experts: int = 0
     """Number of experts of a layer that has any; 0: none has."""
+    experts_work: float = 0.0
+    """Share of the model's work that is done by experts spread over ranks, by an estimate."""
     whole_shards_only: str = ""
     """The reason why it does not go on with fewer tensor-parallel ranks; empty: it may."""
     even_gangs_only: str = ""

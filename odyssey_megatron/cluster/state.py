@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from odyssey_megatron.cluster.events import (
     Event,
@@ -69,6 +69,8 @@ class WorkerState:
     """Number of its ranks relative to a whole cell's."""
     experts: int = 0
     """``JobSpec.experts_of_one``."""
+    experts_work: float = 0.0
+    """``JobSpec.experts_work``."""
     context: int = 1
     """``JobSpec.alike_ranks``: number of ranks of a whole cell that have the same of all layers."""
     missing: tuple[int, ...] = ()
@@ -81,8 +83,11 @@ class WorkerState:
 
     @property
     def usual_pace(self) -> float:
-        """The :attr:`pace` that it has if it is healthy: a smaller cell computes what a whole one does in turns."""
-        return 1 / self.turns
+        """The :attr:`pace` that it has if it is healthy: a smaller cell computes what a whole one does in turns.
+
+        But for experts: in the last turn of an uneven gang few tokens are spread over all of its ranks.
+        """
+        return 1 / (self.turns - self.experts_work * (self.turns - self._times_experts))
 
     @property
     def size(self) -> int:
@@ -95,6 +100,11 @@ class WorkerState:
         return ceil(round(1 / self.share, 6))
 
     @property
+    def _times_experts(self) -> float:
+        """The largest number of experts that any of its ranks has, relative to those of a whole one."""
+        return ceil(round(self.experts / self.share, 6)) / self.experts if self.experts else self.turns
+
+    @property
     def beside_whole(self) -> Share:
         """Its capacity relative to a whole cell's; ranks that are alike are put together first (``Cell.divisions``).
 
@@ -102,8 +112,7 @@ class WorkerState:
         """
         if round(self.share * self.turns, 6) == 1.0:
             return Share(self.share, 1 / min(self.turns, self.context))
-        kept = ceil(self.experts / self.share) / self.experts if self.experts else 1 / self.share
-        return Share(1 / self.turns, kept / self.turns)
+        return Share(1 / self.turns, self._times_experts / self.turns)
 
     @property
     def whole(self) -> WorkerState:
@@ -225,14 +234,14 @@ class ClusterState:
 
 
 def initial_state(
-    *, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1, context: int = 1, experts: int = 0
+    *, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1, **of_each: Any
 ) -> ClusterState:
     """Return the state at the start of a job, with all ranks alive.
 
     Args:
         nodes: ``nodes[r]`` is the node of rank r; a worker's node is that of its first rank.
         cell_size: number of ranks of a whole cell.
-        context, experts: see :class:`WorkerState`.
+        of_each: ``context``, ``experts`` and ``experts_work`` of each worker: see :class:`WorkerState`.
     """
     size = cell_size
     workers = tuple(
@@ -240,9 +249,8 @@ def initial_state(
             worker=first // size,
             node=nodes[first],
             ranks=tuple(range(first, first + size)),
-            context=context,
-            experts=experts,
             other_nodes=tuple(sorted({*nodes[first : first + size]} - {nodes[first]})),
+            **of_each,
         )
         for first in range(0, len(nodes), size)
     )

@@ -169,6 +169,7 @@ class Coordinator:
                 cell_size=spec.cell_size,
                 context=spec.alike_ranks,
                 experts=spec.experts_of_one,
+                experts_work=spec.experts_work,
             )
             self._job = job = replace(job, cluster=cluster)
             decided = self._planner.start(spec, cluster, posted["profile"])

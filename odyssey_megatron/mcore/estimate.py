@@ -37,6 +37,23 @@ def _experts(config: Any) -> Experts | None:
     )
 
 
+def experts_work(config: Any, *, seq_length: int, vocab_size: int) -> float:
+    """The share of a model's FLOPs that are of experts over which each gang's ranks have tokens spread; 0 without any
+    gangs. Layers count as in ``estimated_profile``.
+    """
+    experts = _experts(config)
+    if experts is None or config.expert_model_parallel_size == 1:
+        return 0.0
+    attention, units = _attention(config), config.hidden_size * (3 if config.gated_linear_unit else 2)
+    spread = len(experts.layers) * units * experts.topk * experts.ffn_hidden_size
+    shared = len(experts.layers) * (
+        units * experts.shared_ffn_hidden_size + config.hidden_size * experts.count
+    )
+    dense = (config.num_layers - len(experts.layers)) * units * config.ffn_hidden_size
+    others = config.num_layers * (attention.weights + seq_length * attention.score_width)
+    return float(spread / (spread + shared + dense + others + vocab_size * config.hidden_size))
+
+
 def _attention(config: Any) -> AttentionShape:
     if config.multi_latent_attention:
         return AttentionShape.latent(

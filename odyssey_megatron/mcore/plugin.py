@@ -41,7 +41,7 @@ from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import device
-from odyssey_megatron.mcore.estimate import estimate
+from odyssey_megatron.mcore.estimate import estimate, experts_work
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.policy.profile import Profile, load_profile
@@ -352,6 +352,7 @@ class Session:
             whole_shards_only=kept.shards,
             even_gangs_only=kept.even,
             num_experts=config.num_moe_experts or 0,
+            experts_work=experts_work(config, seq_length=job.seq_length, vocab_size=job.vocab_size),
             least_holders=self.config.least_holders,
             eager_forwards=self.config.eager_forwards,
             slower_for_memory=self.config.slower_for_memory,

@@ -170,6 +170,7 @@ class Job:
             cell_size=spec.cell_size,
             context=spec.alike_ranks,
             experts=spec.experts_of_one,
+            experts_work=spec.experts_work,
         )
         return cls(
             spec=spec,

@@ -158,15 +158,47 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
     assert [event["ranks"] for event in shot.named("cell_shrinks")] == [[4, 5]]
 
 
-@pytest.mark.parametrize("state", ["", pytest.param(SLICES, marks=matrix)], ids=["whole", "slices"])
-def test_four_ranks_of_a_gang_are_three(jobs, undisturbed, name, state):
-    """As neither divides its four microbatches, two ranks have none in every other turn."""
-    job = f"{UNEVEN} --train-iters 40"
-    flags = f"{job} {state} {SPENT} {lost(5, 1)}"
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        *(
+            pytest.param(one, marks=matrix)
+            for one in (
+                SLICES,
+                f"--hidden-dropout 0.1 --attention-dropout 0.1 {HASHED}",
+                "--moe-token-dispatcher-type allgather",
+                "--moe-expert-capacity-factor 1.25",
+            )
+        ),
+    ],
+)
+def test_four_ranks_of_a_gang_are_three(jobs, undisturbed, name, flags):
+    """As these do not divide the four microbatches, two of them have none in every other turn."""
+    job = f"{UNEVEN} {flags.replace(SLICES, '')} --train-iters 40".replace("  ", " ")
+    flags = f"{job} {SLICES if flags == SLICES else ''} {SPENT} {lost(5, 1)}".replace("  ", " ")
     shot = jobs.run(name, ranks=8, stages=1, flags=flags, timeout_s=200.0)
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=2)
     assert [event["ranks"] for event in shot.named("cell_shrinks")] == [[4, 5, 6]]
     assert trained(shot) == [[[1, 3]]]
+    assert not shot.named("left_out")
+
+
+@matrix
+@pytest.mark.parametrize(
+    "inject", ["", ";rank=9,step=20,at=backward", ";rank=4,step=20,at=reduce,incarnation=2"]
+)
+def test_an_uneven_gang_in_a_pipeline_exchanges_lanes_with_whole_ones(jobs, undisturbed, name, inject):
+    """And others die beside it, or it does: of the next stage, or its first rank."""
+    experts = UNEVEN.replace("--num-experts 8", "--num-experts 6").replace(
+        "parallel-size 4", "parallel-size 3"
+    )
+    job = f"{experts} --train-iters 40 --num-layers 4 --global-batch-size 18"
+    flags = f"{job} {SPENT} {lost(4, 1)}{inject}"
+    shot = jobs.run(name, ranks=12, stages=2, flags=flags, timeout_s=240.0)
+    assert_equal_runs(shot, undisturbed(job, ranks=3), kills=3 if inject else 2)
+    assert next(event["ranks"] for event in shot.named("cell_shrinks")) == [3, 4]
+    assert [[1, 2]] in trained(shot)
 
 
 @matrix

@@ -85,6 +85,17 @@ def test_bytes_of_each_of_its_ranks():
     activation_caps(layout, COSTS, budget_bytes=60, shares={SMALL: Share(0.25)})
 
 
+def test_an_uneven_gang_takes_turns_and_has_its_share_of_experts():
+    """Three of four ranks take two turns, as two do, and one of them has three experts, in place of two."""
+    state = initial_state(nodes=(0,) * 8, cell_size=4, experts=2)
+    gangs = [state.workers[0].smaller(size) for size in (4, 3, 2)]
+    of_experts = [round(replace(one, experts_work=0.5).pace, 6) for one in gangs]
+    assert of_experts == [1.0, round(1 / 1.75, 6), 0.5], "of whose work experts do half"
+    assert [(one.pace, one.beside_whole) for one in gangs] == [
+        (1.0, Share()), (0.5, Share(0.5, 0.75)), (0.5, Share(0.5, 1.0))
+    ]  # fmt: skip
+
+
 def test_weights_of_context_ranks_are_the_same_however_many_there_are():
     """Half of the context-parallel ranks have twice the activations each, and no more weights."""
     state = initial_state(nodes=(0,) * 16, cell_size=4, context=2)

@@ -19,7 +19,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, MegatronIncompatible
-from odyssey_megatron.mcore.estimate import estimate
+from odyssey_megatron.mcore.estimate import estimate, experts_work
 from odyssey_megatron.mcore.loop.balance import Balance
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model import groups, parts, span
@@ -141,6 +141,9 @@ def job_of(
         whole_shards_only=kept.shards,
         even_gangs_only=kept.even,
         num_experts=args.num_experts or 0,
+        experts_work=experts_work(
+            transformer_config, seq_length=args.seq_length, vocab_size=args.padded_vocab_size
+        ),
         least_holders=config.least_holders,
         eager_forwards=config.eager_forwards,
         slower_for_memory=config.slower_for_memory,
