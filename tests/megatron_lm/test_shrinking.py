@@ -66,7 +66,7 @@ def test_a_cell_goes_on_with_half_of_its_ranks(jobs, flags, undisturbed, name):
 def test_three_ranks_of_a_gang_alone_save_and_fill_another(jobs, name, state):
     """Each has the experts of more than one of a whole gang's ranks, but one, which has those of fewer than one."""
     router = "--moe-router-dtype fp64 --moe-router-bias-update-rate 1e-3"
-    flags = f"{STEPS} {DEEPSEEK} {router} {RECOMPUTED} --expert-model-parallel-size 4 --global-batch-size 24"
+    flags = f"{STEPS} {DEEPSEEK} {router} {RECOMPUTED} --expert-model-parallel-size 4 --global-batch-size 16"
     flags = f"{flags} {state}".strip()
     folders = [jobs.folder / f"{name}-{one}" for one in ("whole", "ours")]
     whole = jobs.odyssey(f"{name}-whole", f"{flags} --save {folders[0]}", ranks=8, stages=1)
