@@ -210,7 +210,7 @@ class Session:
             self.member.company.meet(own.ranks)
         cell = self._take_cell(own, job.model)
         model = self._model(job, own, cell)
-        model.balance = self._balance(job, places=spec.num_microbatches)
+        model.microbatches.balance = self._balance(job, places=spec.num_microbatches)
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
         )
