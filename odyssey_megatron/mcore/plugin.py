@@ -176,7 +176,7 @@ class Session:
             # A process that joins got here because its cell has lost another rank.
             raise SystemExit(EXIT_FENCED if self.member.joins else 1) from None
         except Exception as error:  # libraries wrap what their collectives raise
-            if not self.member.left_alone:
+            if not self.member.is_fenced:
                 self.member.fail(error)
                 raise
             sys.stderr.write(f"[odyssey] rank {self.rank} stops: its cell has lost a rank ({error})\n")
