@@ -98,7 +98,7 @@ class PolicyPlanner:
         self._profile = _checked(from_json(Profile, profile_json), job)
         keeps = self._config.interrupted_step == "resume"
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
-        job.check(len(state.ranks))
+        job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
         self._home, self._learned, self._measured = decided.plan, self._profile, self._profile
         self._history = History(job.cell_size)

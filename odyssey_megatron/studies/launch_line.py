@@ -48,7 +48,7 @@ class LaunchLine:
     stage_layers: tuple[int, ...] = ()
     """Number of transformer layers of each stage; empty: as even as possible."""
     virtual_stages: int = 1
-    """Transformer layers of each stage; empty: as even as can be."""
+    """Number of Megatron's model chunks on each stage."""
     cluster: str = ""
     """As ``--cluster`` would have it, if it is known."""
     notes: tuple[str, ...] = ()
@@ -69,8 +69,6 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     """
     flags = [*script, *more]
     args, parser, _ = looked_at(flags, None)
-    if strange := [one for one in looked_at(more, None)[2] if not one.startswith("--odyssey")]:
-        raise ConfigError(f"{' '.join(strange)}: neither of this command's flags nor of Megatron-LM's.")
     line = _Line(vars(args))
     stages, layers = line.size("pipeline_model_parallel_size", 1), _num_layers(line)
     if layers > _MOST_LAYERS:
