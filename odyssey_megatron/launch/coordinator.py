@@ -178,7 +178,7 @@ class Coordinator:
         layout = decided.plan.layout
         if alone := sorted({layer for layers in layout.alone().values() for layer in layers}):
             self._say(
-                f"[odyssey] one rank or cell alone has {layer_names(alone, layout.num_layers)}: losing it ends the "
+                f"[odyssey] {layer_names(alone, layout.num_layers)}, each on one rank or cell only: losing it ends the "
                 f"job, exit code {EXIT_LAYERS_LOST}. --odyssey-redundancy state or more data parallelism survives."
             )
         elif fatal := on_one_node(layout, cluster.nodes):
