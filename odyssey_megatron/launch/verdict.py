@@ -107,7 +107,7 @@ def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ende
             "these were to write is missing, unless it was written by then.",
         )
     if ended_behind >= 0:
-        why = f"the job has ended behind iteration {ended_behind}, as a signal asked it to."
+        why = f"the job has ended after iteration {ended_behind}, as a signal asked it to."
         return JobVerdict(code=EXIT_AS_ASKED, why=why)
     return JobVerdict(code=0)
 
