@@ -220,7 +220,8 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
         if options.model:
             also = "--job" if options.job else of_megatron[0]
             raise ConfigError(
-                f"--model {options.model} is instead of a launch line, and {also} is of one: leave one of them out."
+                f"--model {options.model} is instead of a launch line, and {also} is of one: leave one of them out. "
+                "Beside --model, --num-microbatches says the batch."
             )
         if not options.job:
             return launch_line.read((), more)
