@@ -83,6 +83,12 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     notes += [
         f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
     ]
+    if line.has("fp8"):
+        notes.append("--fp8-format is not counted: products take what they take in bf16")
+    elif not (line.has("bf16") or line.has("fp16")):
+        notes.append(
+            "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"
+        )
     if line.has("pipeline_model_parallel_layout") and not _chunks(line):
         notes.append("--pipeline-model-parallel-layout is not known: stages are as even as can be")
     return LaunchLine(

@@ -111,6 +111,13 @@ def test_what_cannot_be_read_is_said(flags, message):
         read([*SIZES, *flags])
 
 
+@pytest.mark.parametrize(
+    ("flags", "notes"), [("--bf16", 0), ("--bf16 --fp8-format hybrid --fp8-recipe blockwise", 1), ("", 1)]
+)
+def test_a_precision_whose_speed_is_not_counted_is_said(flags, notes):
+    assert len([one for one in line(flags).notes if "in bf16" in one]) == notes
+
+
 def test_what_is_missing_is_named():
     for missing in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size"):
         at = SIZES.index(missing)
