@@ -302,7 +302,7 @@ def _as_text(answer: WhatIf, width: int) -> str:
             *_grid(answer, after, width),
             *([two_speed_text(answer.both)] if answer.both else []),
             "",
-            f"throughput after / before: {before.step_s / after.step_s:.1%}",
+            kept_text(answer, after),
         ]
     lines += [leaner_text(answer)] if len(answer.leaner) > 1 else []
     lines += ["", *([ends_text(answer)] if answer.ends else _losses_text(answer)), "", "flags for this job:"]
@@ -340,6 +340,16 @@ def best_layout(answer: WhatIf) -> str:
         f"without failures pipelines {best.layout.lengths} have a step of {best.step_s * 1e3:.1f} ms, "
         f"{before.step_s / best.step_s - 1:.1%} more throughput: --odyssey-layout auto"
     )
+
+
+def kept_text(answer: WhatIf, after: Plan) -> str:
+    """Return a line on the throughput that is left."""
+    before, best = answer.before, answer.best
+    kept = f"throughput after / before: {before.step_s / after.step_s:.1%}"
+    if before.step_s / best.step_s - 1 < _WORTH:
+        return kept
+    # Otherwise a loss can look like a gain: what follows it is planned anew, and what was before is the launch line's.
+    return f"{kept}; of the best layout without failures {best.step_s / after.step_s:.1%}"
 
 
 def leaner_text(answer: WhatIf) -> str:
