@@ -368,7 +368,10 @@ class Coordinator:
         self._job = replace(self._job, exits=exits)
         cut_short = [rank for rank in members if not self._control.has([keys.left_key(rank)])]
         return after_training(
-            {rank: exits[rank] for rank in sorted(members)}, cut_short, ended_behind=self._job.early
+            {rank: exits[rank] for rank in sorted(members)},
+            cut_short,
+            refused=self._refused(),
+            ended_behind=self._job.early,
         )
 
     def _stop(self, told: Stop) -> JobVerdict:
