@@ -244,6 +244,7 @@ class MegatronModel(Holdings):
             is_last_stage = block.last == self.spec.num_layers
             stage = groups.in_stage(*self.spec.reads_as(first=block.first == 0, last=is_last_stage))
             with cut_off.tidied(self.spec.config, self._held.values()), stage, needed.asking(needs):
+                self._seeds.reseed_script()
                 tensor, tokens = schedules.forward_step(
                     by_context.forward_step_of(self.cell, self.forward_step, sums_losses=sums_losses),
                     self.microbatches.source,
