@@ -46,6 +46,7 @@ from odyssey_megatron.mcore.estimate import estimate
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.rebuild import world
 from odyssey_megatron.upstream import compat
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ class TrainingJob:
     on_end: Callable[[MegatronModel], None] | None = None
     """Called on all ranks with the final weights, e.g. to write them. It is part of the job: if a rank dies before all
     ranks have finished it, the survivors move its layers and call it again. It must tolerate being interrupted at any
-    point.
+    point. In it ``torch.distributed``'s default group consists of the living ranks, and the lowest of them is rank 0.
+    Everywhere else in training, operations on that group raise.
     """
 
 
@@ -245,10 +247,7 @@ class Session:
             if every and rank.committed % every == 0:
                 recovery.together(rank.check_holders)
 
-        def end(recovery: recover.Recovery) -> None:
-            if (on_end := job.on_end) is not None:
-                recovery.together(lambda world: on_end(model))
-
+        end = self._ending_of(job, model, cell)
         try:
             recover.train(self.member, rank, train_steps=job.train_iters, after_step=check, at_end=end)
         except (JobStopped, Unsound):
@@ -256,6 +255,24 @@ class Session:
             raise
         self.note_end(rank, model)
         return model
+
+    def _ending_of(
+        self, job: TrainingJob, model: MegatronModel, cell: OwnCell | None
+    ) -> Callable[[recover.Recovery], None]:
+        """What calls ``job.on_end``, which alone reaches the other ranks by ``torch.distributed``'s default group."""
+        device, nobody = self.config.device, world.Unreachable(self.rank, self.world_size)
+        everyone = cell.living if cell else world.become_default(self.rank, self.world_size, device)
+        everyone.follow(nobody)
+
+        def work(living: dist.ProcessGroup) -> None:
+            assert job.on_end is not None
+            everyone.follow(living)
+            try:
+                job.on_end(model)
+            finally:
+                everyone.follow(nobody)
+
+        return lambda recovery: recovery.together(work) if job.on_end is not None else None
 
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
         """Record the last step, the sizes of the state and the digests of the weights in the journal."""
@@ -416,11 +433,9 @@ class Session:
             return None
         from odyssey_megatron.mcore.model.groups import OwnCell
 
-        placeholder = dist.group.WORLD
-        assert placeholder is not None, "init_default_group has made it"
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # the placeholder
         own = OwnCell(cell, self.world_size, self.config.device, data_parallel=model.looks_ahead)
-        own.living.follow(placeholder)
+        own.living.follow(world.Unreachable(self.rank, self.world_size))
         return own
 
     def _model(self, job: TrainingJob, own: Cell, cell: OwnCell | None) -> MegatronModel:

@@ -77,3 +77,32 @@ def test_one_learning_rate_is_not_trained_and_another_one_logged(megatron, sched
     check_rates(RATES, {"max_lr": 1e-2, "min_lr": 1e-3})
     with pytest.raises(ConfigError, match="would log the latter"):
         check_rates(RATES, schedule)
+
+
+def test_ranks_do_something_together_in_on_end_alone(megatron):
+    """Nowhere else may an operation over all ranks seem to be done."""
+    from odyssey_megatron.mcore.plugin import Session
+    from odyssey_megatron.rebuild.world import LivingWorld
+
+    class Left:
+        """The group of the two ranks that live."""
+
+        rank, size = (lambda self: 0), (lambda self: 2)
+
+        def allreduce(self, tensors: list[Any]) -> str:
+            return "summed"
+
+    everyone = LivingWorld(1, 3, "cpu")
+    session: Any = SimpleNamespace(rank=1, world_size=3, config=SimpleNamespace(device="cpu"))
+    found: list[Any] = []
+
+    def on_end(model: Any) -> None:
+        found.append((everyone.allreduce([torch.ones(1)]), everyone.rank(), everyone.size()))
+
+    job: Any = SimpleNamespace(on_end=on_end)
+    end = Session._ending_of(session, job, None, SimpleNamespace(living=everyone))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="allreduce over the default group"):
+        everyone.allreduce([torch.ones(1)])
+    end(SimpleNamespace(together=lambda work: work(Left())))  # type: ignore[arg-type]
+    assert found == [("summed", 0, 2)]
+    assert (everyone.rank(), everyone.size()) == (1, 3)
