@@ -180,7 +180,7 @@ class Coordinator:
         layout = decided.plan.layout
         if alone := sorted({layer for layers in layout.alone().values() for layer in layers}):
             self._say(
-                f"[odyssey] one rank or cell alone has {layer_names(alone, layout.num_layers)}: losing it ends the "
+                f"[odyssey] {layer_names(alone, layout.num_layers)}, each on one rank or cell only: losing it ends the "
                 f"job, exit code {EXIT_LAYERS_LOST}. --odyssey-redundancy state or more data parallelism survives."
             )
         elif fatal := on_one_node(layout, cluster.nodes):
@@ -370,7 +370,10 @@ class Coordinator:
         self._job = replace(self._job, exits=exits)
         cut_short = [rank for rank in members if not self._control.has([keys.left_key(rank)])]
         return after_training(
-            {rank: exits[rank] for rank in sorted(members)}, cut_short, ended_behind=self._job.early
+            {rank: exits[rank] for rank in sorted(members)},
+            cut_short,
+            refused=self._refused(),
+            ended_behind=self._job.early,
         )
 
     def _stop(self, told: Stop) -> JobVerdict:

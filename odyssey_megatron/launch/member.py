@@ -120,7 +120,7 @@ class Member:
         return self.incarnation > 0
 
     @property
-    def left_alone(self) -> bool:
+    def is_fenced(self) -> bool:
         """Whether this process has been shut out of the job, as when it lost a rank of its cell while it joined."""
         return isinstance(self._watch.lost, Fenced)
 

@@ -45,7 +45,7 @@ class SlowWays:
         self.slowed: dict[LinkVerdict, Slowed] = {}
         self.began_s: dict[LinkVerdict, float] = {}
         """Verdict -> the time since which it has been known."""
-        self._ended: dict[Link, tuple[int, float]] = {}
+        self._recovered: dict[Link, tuple[int, float]] = {}
         """Link -> the step by which it was as fast as others again, and the factor by which it had been slow."""
         self._left: dict[Link, int] = {}
         """Link -> the newest step when it was forgotten, as all processes at one of its ends had left.
@@ -74,7 +74,7 @@ class SlowWays:
         why = self._forget_gone(state, found.newest)
         for one in [known for known in self.slowed if _is_over(known, found)]:
             del self.slowed[one]
-            self._ended |= dict.fromkeys(one.links, (found.newest, one.factor))
+            self._recovered |= dict.fromkeys(one.links, (found.newest, one.factor))
             self._told.lasted_s.append(now_s - self.began_s.pop(one))
             ranks = ranks_of(state, one.workers)
             self._told.event(
@@ -122,7 +122,7 @@ class SlowWays:
             return False
         if found.newest <= max(self._left.get(link, -1) for link in one.links):
             return False
-        ended = [self._ended.get(link, (-2, 1.0)) for link in one.links]
+        ended = [self._recovered.get(link, (-2, 1.0)) for link in one.links]
         is_old = all(one.since <= step for step, _ in ended)
         return not is_old or one.factor >= statistics.median(factor for _, factor in ended) ** _AGAIN
 

@@ -34,6 +34,8 @@ this is well below 5 s.
 """
 SAYS_WHY = "What it printed before says why; it stands above this line, or in --log-dir with --redirects."
 """Ends the message about a rank that has ended by itself."""
+_UNPRINTED = {EXIT_BAD_INPUT: EXIT_BAD_INPUT, EXIT_ALIKE: 1}
+"""Exit codes of ranks that leave it to the launcher to print their error, with the job's exit codes."""
 _THREAD_ENDS_S = 0.5
 """Seconds from the end of a thread that the agent needs to the end of the job, unless a verdict explains it."""
 
@@ -80,23 +82,28 @@ def before_training(
     code = exits[rank]
     if code == 0:  # a script that never joins a job: torchrun's rules
         return JobVerdict(code=0) if len(exits) == world_size else None
-    if code in (EXIT_BAD_INPUT, EXIT_ALIKE):
-        return JobVerdict(code=EXIT_BAD_INPUT if code == EXIT_BAD_INPUT else 1, why=refused or "")
+    if code in _UNPRINTED:
+        return JobVerdict(code=_UNPRINTED[code], why=refused or "")
     return JobVerdict(
         code=code if code > 0 else 1,
         why=f"rank {rank} ended with exit code {code} before training started. Nothing was trained. {SAYS_WHY}",
     )
 
 
-def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ended_behind: int) -> JobVerdict:
+def after_training(
+    exits: Mapping[int, int], cut_short: Collection[int], *, refused: str, ended_behind: int
+) -> JobVerdict:
     """Return the verdict on a job whose steps are all committed.
 
     Args:
         exits: The exit code of each rank, by rank.
         cut_short: The ranks whose scripts have not come to their end.
+        refused: The error with which a rank has ended without printing it, if one has.
         ended_behind: The last iteration, if a signal asked the job to end; else -1.
     """
     for rank, code in exits.items():
+        if code in _UNPRINTED and refused:
+            return JobVerdict(code=_UNPRINTED[code], why=refused)
         if code > 0:
             why = f"rank {rank} ended with exit code {code} after training. {SAYS_WHY}"
             return JobVerdict(code=code, why=why)
@@ -107,7 +114,7 @@ def after_training(exits: Mapping[int, int], cut_short: Collection[int], *, ende
             "these were to write is missing, unless it was written by then.",
         )
     if ended_behind >= 0:
-        why = f"the job has ended behind iteration {ended_behind}, as a signal asked it to."
+        why = f"the job has ended after iteration {ended_behind}, as a signal asked it to."
         return JobVerdict(code=EXIT_AS_ASKED, why=why)
     return JobVerdict(code=0)
 

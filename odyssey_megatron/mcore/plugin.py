@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +41,12 @@ from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import device
+from odyssey_megatron.mcore.checks import check_rates, check_samples
 from odyssey_megatron.mcore.estimate import estimate, experts_work
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.rebuild import world
 from odyssey_megatron.upstream import compat
 
 if TYPE_CHECKING:
@@ -66,9 +68,15 @@ class TrainingJob:
 
     model: ModelSpec
     forward_step: ForwardStep
-    """Megatron's forward step: called with an iterator over the plan's microbatches, and a model chunk."""
+    """Megatron's forward step, called with an iterator over the plan's microbatches and a model chunk: for any
+    microbatch, and for the same one again. What it draws from torch's default generators depends on the step and the
+    microbatch alone. Its loss function reports a tensor under each of ``loss_names``: one number, whose mean over
+    microbatches is logged, or a sum and a count.
+    """
     dataset: Sequence[Any]
-    """The samples, indexed by global sample number; the same on all ranks."""
+    """The samples, indexed by global sample number: step i takes the ``global_batch_size`` samples from
+    ``i * global_batch_size`` on, in order. They are the same on all ranks, and do not depend on what was read before.
+    """
     train_iters: int
     global_batch_size: int
     micro_batch_size: int
@@ -77,8 +85,11 @@ class TrainingJob:
     pipeline_model_parallel_size: int
     optimizer_copies: int = 0
     """Number of holders that keep a layer's optimizer state; 0: all of them."""
-    scheduler: dict[str, Any] = field(default_factory=dict)
-    """Arguments of Megatron's OptimizerParamScheduler, apart from the optimizer."""
+    scheduler: dict[str, Any]
+    """Arguments of Megatron's OptimizerParamScheduler, apart from the optimizer. Its steps are samples: a warm-up over
+    two batches is ``lr_warmup_steps=2 * global_batch_size``. ``max_lr`` and ``min_lr`` are the OptimizerConfig's ``lr``
+    and ``min_lr``.
+    """
     loss_names: Sequence[str] = ("lm loss",)
     check_weight_hash_across_dp_replicas_interval: int = 0
     """Number of steps between two checks that all holders of a layer have the same weights and optimizer state; 0: no
@@ -90,11 +101,14 @@ class TrainingJob:
     all ranks. They call it for the next step's samples in every step, so it should not read the samples themselves.
     """
     on_step: Callable[[int, StepOutcome], None] = lambda step, outcome: None
-    """Called after each committed step on the lowest living rank, e.g. to print."""
+    """Called after each committed step (counted from 0) on the lowest living rank, e.g. to print. If that rank dies
+    soon after a step, the next one calls it for the same step once more.
+    """
     on_end: Callable[[MegatronModel], None] | None = None
     """Called on all ranks with the final weights, e.g. to write them. It is part of the job: if a rank dies before all
     ranks have finished it, the survivors move its layers and call it again. It must tolerate being interrupted at any
-    point.
+    point. In it ``torch.distributed``'s default group consists of the living ranks, and the lowest of them is rank 0.
+    Everywhere else in training, operations on that group raise.
     """
 
 
@@ -104,6 +118,7 @@ class Session:
     def __init__(self, config: OdysseyConfig, member: Member, journal: Journal):
         self.config, self.member, self._journal = config, member, journal
         self.rank, self.world_size = member.rank, member.world_size
+        self._has_trained = False
 
     @classmethod
     @contextmanager
@@ -125,6 +140,11 @@ class Session:
             device.install(config)
             compat.check_version()
             if default_group:
+                if dist.is_initialized():
+                    raise ConfigError(
+                        "torch.distributed is initialised already. Session.start does that, and Session.train makes "
+                        "Megatron's groups: leave out init_process_group and initialize_model_parallel."
+                    )
                 from odyssey_megatron.rebuild.groups import init_default_group
 
                 init_default_group(member)
@@ -176,7 +196,7 @@ class Session:
             # A process that joins got here because its cell has lost another rank.
             raise SystemExit(EXIT_FENCED if self.member.joins else 1) from None
         except Exception as error:  # libraries wrap what their collectives raise
-            if not self.member.left_alone:
+            if not self.member.is_fenced:
                 self.member.fail(error)
                 raise
             sys.stderr.write(f"[odyssey] rank {self.rank} stops: its cell has lost a rank ({error})\n")
@@ -197,6 +217,13 @@ class Session:
             JobStopped: no holder of some layer is left.
             Unsound: the loss is not finite, or the holders of a layer differ (where that is checked).
         """
+        if self._has_trained:
+            raise RuntimeError(
+                "Session.train was called a second time: a job trains once. Start another job."
+            )
+        self._has_trained = True
+        check_samples(job.dataset, train_iters=job.train_iters, global_batch_size=job.global_batch_size)
+        check_rates(job.model.optimizer_config, job.scheduler)
         if self.config.sequence_balance != "off" and job.squared_lengths is None:
             raise ConfigError(
                 f"--odyssey-sequence-balance {self.config.sequence_balance} deals microbatches by the lengths of the "
@@ -210,7 +237,7 @@ class Session:
             self.member.company.meet(own)
         cell = self._take_cell(own, job.model)
         model = self._model(job, own, cell)
-        model.balance = self._balance(job, places=spec.num_microbatches)
+        model.microbatches.balance = self._balance(job, places=spec.num_microbatches)
         rank = self.enter(
             model, on_commit=job.on_step, on_groups=cell.follow if cell else lambda groups: None
         )
@@ -220,10 +247,7 @@ class Session:
             if every and rank.committed % every == 0:
                 recovery.together(rank.check_holders)
 
-        def end(recovery: recover.Recovery) -> None:
-            if (on_end := job.on_end) is not None:
-                recovery.together(lambda world: on_end(model))
-
+        end = self._ending_of(job, model, cell)
         try:
             recover.train(self.member, rank, train_steps=job.train_iters, after_step=check, at_end=end)
         except (JobStopped, Unsound):
@@ -231,6 +255,24 @@ class Session:
             raise
         self.note_end(rank, model)
         return model
+
+    def _ending_of(
+        self, job: TrainingJob, model: MegatronModel, cell: OwnCell | None
+    ) -> Callable[[recover.Recovery], None]:
+        """What calls ``job.on_end``, which alone reaches the other ranks by ``torch.distributed``'s default group."""
+        device, nobody = self.config.device, world.Unreachable(self.rank, self.world_size)
+        everyone = cell.living if cell else world.become_default(self.rank, self.world_size, device)
+        everyone.follow(nobody)
+
+        def work(living: dist.ProcessGroup) -> None:
+            assert job.on_end is not None
+            everyone.follow(living)
+            try:
+                job.on_end(model)
+            finally:
+                everyone.follow(nobody)
+
+        return lambda recovery: recovery.together(work) if job.on_end is not None else None
 
     def note_end(self, rank: RankRuntime, model: MegatronModel) -> None:
         """Record the last step, the sizes of the state and the digests of the weights in the journal."""
@@ -394,11 +436,9 @@ class Session:
             return None
         from odyssey_megatron.mcore.model.groups import OwnCell
 
-        placeholder = dist.group.WORLD
-        assert placeholder is not None, "init_default_group has made it"
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # the placeholder
         own = OwnCell(cell, self.world_size, self.config.device, data_parallel=model.looks_ahead)
-        own.living.follow(placeholder)
+        own.living.follow(world.Unreachable(self.rank, self.world_size))
         return own
 
     def _model(self, job: TrainingJob, own: Cell, cell: OwnCell | None) -> MegatronModel:

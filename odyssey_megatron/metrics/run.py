@@ -59,6 +59,8 @@ class Run:
     @property
     def without_recovery(self) -> str:
         """What the report says where there was no recovery."""
+        if not self.world_size:
+            return "this part of the journal has none"
         lost = sorted(self.state.standing.dead)
         return (
             f"rank(s) {', '.join(map(str, lost))} were lost, and nobody went on" if lost else "nothing failed"
@@ -91,9 +93,14 @@ def read_run(run_dir: str | Path) -> Run:
         events = last_job(found)
         steps = committed_steps(events)
         name = name_of(folder)
+        if not (started := named(events, "job_started")):
+            left_out.append(
+                f"{folder} lacks the journal of the job's host, or its beginning: losses and decisions are not in this "
+                "report. All nodes need one --odyssey-run-dir that they share"
+            )
         run = Run(
             name=name,
-            world_size=max((event["world_size"] for event in named(events, "job_started")), default=0),
+            world_size=max((event["world_size"] for event in started), default=0),
             clocks=clocks_of(events),
             verdict=next((e["verdict"] for e in reversed(named(events, "job_finished"))), "not finished"),
             steps=steps,

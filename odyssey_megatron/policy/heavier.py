@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 from types import MappingProxyType
 
+from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.memory import state_bytes
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.transfer import check_living
+from odyssey_megatron.policy.replacing import takes_a_risk
 
 _ROOM, _BLIND_ROOM = 0.85, 0.8
 """A rank that has run out of memory is taken to have needed what there is, divided by this; the second where nobody has
@@ -67,3 +72,68 @@ class Heavier:
             for layer in {*self.factors, *other.factors}
         }
         return Heavier(factors=MappingProxyType(both), room_bytes=other.room_bytes)
+
+
+class Shortages:
+    """The ranks that have run out of memory, and what is known by them."""
+
+    def __init__(self) -> None:
+        self.known = Heavier()
+        self._before: Heavier | None = None
+        """What was known before ranks ran out for which no plan has been made yet; None: there are none."""
+        self._workers = set[int]()
+        """The workers of these ranks."""
+        self._plans_help = True
+        """Whether plans can do anything about them."""
+        self._may_risk = False
+        """Whether a plan may leave layers with a single holder for it: not for the first rank that runs out."""
+
+    def __bool__(self) -> bool:
+        """Whether ranks have run out for which no plan has been made yet."""
+        return self._before is not None
+
+    def add(self, plan: Plan, worker: int, costs: Costs) -> None:
+        """Take note that a rank of ``worker`` has run out under ``plan``. ``costs`` are as in :meth:`Heavier.after`."""
+        before = self._before or self.known
+        found = before.after(plan, worker, costs)
+        self._before, self._plans_help = before, self._plans_help and found is not None
+        self._workers.add(worker)
+        if found is not None:  # of ranks that run out together each tells of the same plan
+            self.known = self.known.at_least(found)
+
+    @contextlib.contextmanager
+    def mended(self) -> Iterator[_Check]:
+        """Make a plan for these ranks in the body, and call what is yielded with its layout. If the body raises
+        PlanInfeasible, what is known by these ranks is taken back.
+
+        Raises:
+            PlanInfeasible: no plan can help.
+        """
+        before, plans_help, workers = self._before or self.known, self._plans_help, frozenset(self._workers)
+        self._before, self._plans_help = None, True
+        self._workers.clear()
+        try:
+            if not plans_help:
+                raise PlanInfeasible("by its plan it had next to nothing to keep")
+            yield _Check(workers, self._may_risk)
+        except PlanInfeasible:
+            # That rank is no case of wrong estimates, it seems; if others run out, too, it is.
+            self.known, self._may_risk = before, True
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Whether a plan may follow that takes a risk, to spare ``workers``."""
+
+    workers: frozenset[int]
+    may_risk: bool
+
+    def __call__(self, found: Layout, previous: Layout, alive: Collection[int]) -> None:
+        """Raises PlanInfeasible if ``found`` takes a risk that ``previous`` has not, and the job could go on without
+        these workers.
+        """
+        if not self.may_risk and takes_a_risk(found, previous):
+            with contextlib.suppress(LayersLost):  # without them the job would end
+                check_living(previous, set(alive) - self.workers)
+                raise PlanInfeasible("with so little memory some layers would have a single holder")

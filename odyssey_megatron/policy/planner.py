@@ -25,7 +25,7 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy import redundancy, replacing
 from odyssey_megatron.policy.decide import decide, scheduled
-from odyssey_megatron.policy.heavier import Heavier
+from odyssey_megatron.policy.heavier import Shortages
 from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.measured import Measured, alike, with_measured
@@ -85,15 +85,7 @@ class PolicyPlanner:
         self._start_s: float | None = None
         """The time from the job's start until it trained; None until somebody has measured anything."""
         self._kept: Costs | None = None
-        self._heavier = Heavier()
-        self._known_before: Heavier | None = None
-        """What it was before ranks ran out of memory for which no plan has been made yet; None: there are none."""
-        self._remedy = True
-        """Whether plans can do anything about that."""
-        self._full: frozenset[int] = frozenset()
-        """The workers of these ranks."""
-        self._may_risk = False
-        """Whether such a plan may leave layers with a single holder: not for the first rank that runs out."""
+        self._shortages = Shortages()
 
     @property
     def job(self) -> JobSpec:
@@ -106,7 +98,7 @@ class PolicyPlanner:
         self._profile = _checked(from_json(Profile, profile_json), job)
         keeps = self._config.interrupted_step == "resume"
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
-        job.check(len(state.ranks))
+        job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
         self._home, self._learned, self._measured = decided.plan, self._profile, self._profile
         self._history = History(job.cell_size)
@@ -315,12 +307,7 @@ class PolicyPlanner:
         return next_loss_s(alone / len(left.ranks), restart_s, 1.0, mtbf_s, away_s)
 
     def ran_out(self, plan: Plan, worker: int) -> None:
-        before = self._known_before or self._heavier
-        found = before.after(plan, worker, self._learned.costs)
-        self._known_before, self._remedy = before, self._remedy and found is not None
-        self._full |= {worker}
-        if found is not None:  # of ranks that run out together each tells of the same plan
-            self._heavier = self._heavier.at_least(found)
+        self._shortages.add(plan, worker, self._learned.costs)
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)
@@ -332,26 +319,15 @@ class PolicyPlanner:
             weighed = self._chosen(state, now_s)[1]
         if self._job == before:
             weighed = ()  # the rows were given before
-        if self._known_before is not None:
-            return self._with_less(state, previous, now_s, self._known_before)
+        if self._shortages:
+            return self._with_less(state, previous, now_s)
         return self._going_on(state, previous, self._learned, now_s, home=self._home, weighed=weighed)
 
-    def _with_less(self, state: ClusterState, previous: Plan, now_s: float, before: Heavier) -> Decided:
+    def _with_less(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""
-        helps, self._known_before, self._remedy = self._remedy, None, True
-        full, self._full = self._full, frozenset()
-        try:
-            if not helps:
-                raise PlanInfeasible("by its plan it had next to nothing to keep")
+        with self._shortages.mended() as check:
             found = self._going_on(state, previous, self._learned, now_s, home=self._home, rebalances=True)
-            if not self._may_risk and replacing.takes_a_risk(found.plan.layout, previous.layout):
-                with contextlib.suppress(LayersLost):  # without them the job would end
-                    check_living(previous.layout, set(state.alive) - full)
-                    raise PlanInfeasible("with so little memory some layers would have a single holder")
-        except PlanInfeasible:
-            # That rank is no case of wrong estimates, it seems; if others run out, too, it is.
-            self._heavier, self._may_risk = before, True
-            raise
+            check(found.plan.layout, previous.layout, state.alive)
         return found
 
     def _priced(self, profile: Profile, state: ClusterState, step_s: float, now_s: float) -> Profile:
@@ -377,8 +353,9 @@ class PolicyPlanner:
         horizon_s: float = math.inf,
     ) -> Decided:
         horizon_s = min(horizon_s, self._config.horizon_s)
-        if self._heavier.factors:
-            profile = replace(profile, costs=self._heavier.applied(profile.costs))
+        heavier = self._shortages.known
+        if heavier.factors:
+            profile = replace(profile, costs=heavier.applied(profile.costs))
         decision = decide(
             job=self._job,
             state=state,
@@ -397,7 +374,7 @@ class PolicyPlanner:
                 return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
         # Smaller cells, or ranks that have run out of memory, may lack it for the first plan's order. With slow workers
         # it is kept: otherwise nobody would go back to it once they are as fast as others again.
-        is_whole = not (state.dead or decision.case.shares or self._heavier.factors)
+        is_whole = not (state.dead or decision.case.shares or heavier.factors)
         if home is not None and is_whole and decision.best.layout == home.layout:
             return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
         return Decided(plan=decision.plan, rows=rows)

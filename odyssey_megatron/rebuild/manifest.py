@@ -66,7 +66,7 @@ class Message(NamedTuple):
     """A worker, like ``source``."""
     number: int
     """The number of the transfer among those from ``source`` to ``target``."""
-    place: int
+    slot: int
     """``Cell.slot`` of the part."""
 
 

@@ -28,7 +28,7 @@ class FollowingGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, device: str):
         super().__init__(rank, size)  # type: ignore[call-arg] # its stub lacks this one
         self._rank, self._size, self._device = rank, size, torch.device(device)
-        self._current: dist.ProcessGroup | None = None
+        self._current: dist.ProcessGroup | Unreachable | None = None
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -44,7 +44,7 @@ class FollowingGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # torch's name
         return "odyssey"
 
-    def follow(self, group: dist.ProcessGroup) -> None:
+    def follow(self, group: dist.ProcessGroup | Unreachable) -> None:
         """Pass operations on to ``group`` from now on."""
         self._current, self._rank, self._size = group, group.rank(), group.size()
 
@@ -72,7 +72,7 @@ class LivingWorld(FollowingGroup):
         """This group connects hosts, whatever device its tensors are on (``rebuild/hosts.py``)."""
         return [torch.device("cpu")]
 
-    def follow(self, group: dist.ProcessGroup) -> None:
+    def follow(self, group: dist.ProcessGroup | Unreachable) -> None:
         super().follow(group)
         c10d._world.pg_group_ranks[self] = {one: one for one in range(self._size)}
 
@@ -103,6 +103,27 @@ class LivingWorld(FollowingGroup):
 
         with torch.no_grad():
             return self._together(work)
+
+
+class Unreachable:
+    """Followed where code that is not ours cannot do anything together with all ranks. Otherwise an operation would
+    seem to be done, and a sum would be this rank's share.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def __getattr__(self, operation: str) -> Any:
+        raise RuntimeError(
+            f"torch.distributed: {operation} over the default group. Ranks do nothing together in a script's forward "
+            "step, on_step and the like: others may be elsewhere in the step, or dead. In on_end they can."
+        )
 
 
 def _for_size(operation: str, args: tuple[Any, ...], size: int) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from odyssey_megatron.policy.profile import AttentionShape, Experts, Precision, 
 from odyssey_megatron.studies.launcher import nodes_and_gpus
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals
+from odyssey_megatron.upstream.chunks import chunks_of
 
 _SIZE = Between(1, 10**9, whole=True)
 _MOST_LAYERS = 1000
@@ -48,7 +49,7 @@ class LaunchLine:
     stage_layers: tuple[int, ...] = ()
     """Number of transformer layers of each stage; empty: as even as possible."""
     virtual_stages: int = 1
-    """Transformer layers of each stage; empty: as even as can be."""
+    """Number of Megatron's model chunks on each stage."""
     cluster: str = ""
     """As ``--cluster`` would have it, if it is known."""
     notes: tuple[str, ...] = ()
@@ -69,8 +70,6 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     """
     flags = [*script, *more]
     args, parser, _ = looked_at(flags, None)
-    if strange := [one for one in looked_at(more, None)[2] if not one.startswith("--odyssey")]:
-        raise ConfigError(f"{' '.join(strange)}: neither of this command's flags nor of Megatron-LM's.")
     line = _Line(vars(args))
     stages, layers = line.size("pipeline_model_parallel_size", 1), _num_layers(line)
     if layers > _MOST_LAYERS:
@@ -84,8 +83,14 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     notes += [
         f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
     ]
-    if line.has("pipeline_model_parallel_layout"):
-        notes.append("--pipeline-model-parallel-layout is not read: stages are as even as can be")
+    if line.has("fp8"):
+        notes.append("--fp8-format is not counted: products take what they take in bf16")
+    elif not (line.has("bf16") or line.has("fp16")):
+        notes.append(
+            "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"
+        )
+    if line.has("pipeline_model_parallel_layout") and not _chunks(line):
+        notes.append("--pipeline-model-parallel-layout is not known: stages are as even as can be")
     return LaunchLine(
         model=_model(line, layers, stages),
         pipeline_model_parallel_size=stages,
@@ -98,7 +103,7 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
         sequence_parallel=line.has("sequence_parallel"),
         use_distributed_optimizer=line.has("use_distributed_optimizer"),
         stage_layers=_stage_layers(line, layers, stages),
-        virtual_stages=len(_segments(line)) // stages
+        virtual_stages=max(len(_segments(line)), len(_chunks(line))) // stages
         or line.maybe("num_virtual_stages_per_pipeline_rank")
         or layers // (stages * line.size("num_layers_per_virtual_pipeline_stage", layers))
         or 1,
@@ -179,6 +184,12 @@ def _segments(line: _Line) -> list[str]:
     """Return the layers of each chunk in a hybrid pattern; a single entry if the pattern is not divided."""
     pattern = line.text("hybrid_layer_pattern") or line.text("hybrid_override_pattern")
     return pattern.partition("/")[0].split("|")
+
+
+def _chunks(line: _Line) -> list[str]:
+    """Return the layers of each chunk, if they are known."""
+    text = line.text("pipeline_model_parallel_layout")
+    return chunks_of(text) if text else []
 
 
 def _flag(name: str) -> str:
@@ -366,12 +377,24 @@ def _pattern(node: ast.expr) -> int | list[int]:
 def _stage_layers(line: _Line, layers: int, stages: int) -> tuple[int, ...]:
     """Return the number of transformer layers of each stage; empty if they are as even as possible.
 
-    They follow from the ends of stages in a hybrid pattern, or from ``--decoder-first-`` and
-    ``-last-pipeline-num-layers`` and ``--account-for-…-in-pipeline-split``. Raises ConfigError.
+    They follow from ``--pipeline-model-parallel-layout``, from the ends of stages in a hybrid pattern, or from
+    ``--decoder-first-`` and ``-last-pipeline-num-layers`` and ``--account-for-…-in-pipeline-split``.
+
+    Raises ConfigError.
     """
-    counts = [len(one) for one in _segments(line)]
+    if chunks := _chunks(line):
+        counts = [chunk.count("t") for chunk in chunks]
+        if len(counts) % stages or sum(counts) != layers:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout has {sum(counts)} layers in {len(counts)} chunks, and there are "
+                f"{layers} layers and {stages} stages, each with equally many chunks."
+            )
+    else:
+        counts = [len(one) for one in _segments(line)]
     if len(counts) > 1 and not len(counts) % stages:
-        return tuple(sum(counts[stage::stages]) for stage in range(stages))
+        counts = [sum(counts[stage::stages]) for stage in range(stages)]
+        # Megatron may have a stage without a transformer layer; a plan cannot.
+        return tuple(counts) if all(counts) else ()
     first, last = (
         line.maybe("decoder_first_pipeline_num_layers"),
         line.maybe("decoder_last_pipeline_num_layers"),

@@ -32,8 +32,8 @@ def html(answer: whatif.WhatIf) -> str:
     shown = [("before", answer.before)] + ([("after", answer.plan)] if decision else [])
     parts = [
         f"<h1>{escape(scenario.name)}</h1>",
-        f'<p class="muted">{escape(whatif.nodes_and_gpus(scenario))} GPUs · {len(scenario.state.workers)} workers · '
-        f"{scenario.job.num_microbatches} microbatches a step · {escape(answer.struck)}</p>",
+        f'<p class="muted">{escape(whatif.nodes_and_gpus(scenario))} GPUs · {scenario} · '
+        f"{escape(answer.struck)}</p>",
         _facts(answer),
         *(
             section(
@@ -91,7 +91,7 @@ def _facts(answer: whatif.WhatIf) -> str:
     facts = [
         (f"{before.step_s:.3g} s", "a step", ""),
         (f"{tokens / before.step_s:,.0f}", "tokens a second", ""),
-        (f"{max(size for _, size in before.peak_bytes) / GIB:.1f} GiB", "the fullest worker", ""),
+        (f"{max(size for _, size in before.peak_bytes) / GIB:.1f} GiB", "the fullest GPU", ""),
     ]
     if answer.decision:
         share = before.step_s / after.step_s

@@ -142,7 +142,8 @@ ACCELERATORS = {
 def named(kind: str, name: str, known: Mapping[str, _Named]) -> _Named:
     """Return the entry of ``known`` that the flag ``--kind`` names. Raises ConfigError."""
     if name not in known:
-        raise ConfigError(f"--{kind} {name} is unknown; use one of {', '.join(known)}, or --profile.")
+        own = "--job with a launch line of it" if kind == "model" else "--fit"
+        raise ConfigError(f"--{kind} {name} is unknown; use one of {', '.join(known)}, {own}, or --profile.")
     return known[name]
 
 

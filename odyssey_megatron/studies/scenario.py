@@ -10,13 +10,14 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec, check_world
 from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
+from odyssey_megatron.doctor.flags import looked_at
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.studies import launch_line
 from odyssey_megatron.studies.fitting import fitted
 from odyssey_megatron.studies.launch_line import LaunchLine
-from odyssey_megatron.studies.presets import ACCELERATORS, MODELS, named
+from odyssey_megatron.studies.presets import ACCELERATORS, EFFICIENCY, MODELS, named
 
 MAX_GPUS = 16_384
 """The largest cluster for which deciding was measured."""
@@ -56,6 +57,15 @@ class Scenario:
             return int(Between(0, last, whole=True).read(node))
         except ValueError:
             raise ConfigError(f"{place}: no such GPU. Write NODE:GPU or a rank, 0..{last}.") from None
+
+    def __str__(self) -> str:
+        """Return the sizes in words."""
+        size, lanes = self.cell.size, self.cell.lanes
+        return (
+            f"{len(self.state.workers)} workers{f' of {size} GPUs' if size > 1 else ''}, "
+            f"{self.job.num_microbatches * lanes} microbatches a step"
+            + (f", {lanes} at a time in a worker" if lanes > 1 else "")
+        )
 
 
 def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,23 +204,28 @@ def _source(profile: Profile) -> str:
     if profile.source == "measured":
         return f"costs are measured, of {profile.samples} microbatches"
     return (
-        "costs are estimated from FLOPs, without communication inside layers; --fit takes what runs have measured, and "
-        "--profile what one of the same model has"
+        f"costs are estimated from FLOPs at {EFFICIENCY:.0%} of the GPU's peak, without communication inside layers; "
+        "--fit takes what runs have measured, and --profile what one of the same model has"
     )
 
 
 def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
     """Return the launch line, or the named model. Raises ConfigError."""
+    if more and not more[0].startswith("--"):
+        raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
+    if strange := [one for one in looked_at(more, None)[2] if not one.startswith("--odyssey")]:
+        raise ConfigError(f"{' '.join(strange)}: neither of this command's flags nor of Megatron-LM's.")
     of_megatron = [one for one in more if one.startswith("--") and not one.startswith("--odyssey-")]
     if options.job or of_megatron:
         if options.model:
             also = "--job" if options.job else of_megatron[0]
-            raise ConfigError(f"--model and {also} both say which model it is: leave one of them out.")
+            raise ConfigError(
+                f"--model {options.model} is instead of a launch line, and {also} is of one: leave one of them out. "
+                "Beside --model, --num-microbatches says the batch."
+            )
         if not options.job:
             return launch_line.read((), more)
         return launch_line.read_script(options.job, more, _CLUSTER if not options.cluster else "")
-    if more and not more[0].startswith("--"):
-        raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
     if options.fit and not options.model:
         raise ConfigError(
             f"--fit {options.fit[0]}: for which model? Name one (--model, --job, or Megatron-LM's flags). The plan of "

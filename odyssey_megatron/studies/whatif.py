@@ -104,7 +104,7 @@ class WhatIf:
             found.append((f"--odyssey-layout {'auto' if faster else 'spread'}", "; ".join(whys)))
         if config.redundancy == "off" and (single := alone(self.before.layout)):
             names = names_of(single, self.before)
-            found.append(("--odyssey-redundancy state", f"one worker alone has {names}"))
+            found.append(("--odyssey-redundancy state", f"without a second holder: {names}"))
         return found
 
 
@@ -279,8 +279,7 @@ def _as_json(answer: WhatIf) -> str:
 def _as_text(answer: WhatIf, width: int) -> str:
     scenario, before = answer.scenario, answer.before
     lines = [
-        f"{scenario.name}, cluster {nodes_and_gpus(scenario)}, {len(scenario.state.workers)} workers, "
-        f"{scenario.job.num_microbatches} microbatches a step",
+        f"{scenario.name}, cluster {nodes_and_gpus(scenario)}, {scenario}",
         *(f"note: {one}" for one in scenario.notes),
         "",
         summary("before", before, scenario),
@@ -303,7 +302,7 @@ def _as_text(answer: WhatIf, width: int) -> str:
             *_grid(answer, after, width),
             *([two_speed_text(answer.both)] if answer.both else []),
             "",
-            f"throughput after / before: {before.step_s / after.step_s:.1%}",
+            kept_text(answer, after),
         ]
     lines += [leaner_text(answer)] if len(answer.leaner) > 1 else []
     lines += ["", *([ends_text(answer)] if answer.ends else _losses_text(answer)), "", "flags for this job:"]
@@ -322,7 +321,7 @@ def summary(name: str, plan: Plan, scenario: Scenario) -> str:
     above = max(0.0, plan.step_s / plan.bound_s - 1)
     return (
         f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({above:.1%} above its layout's bound), "
-        f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest worker {fullest:.1f} GiB"
+        f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest GPU {fullest:.1f} GiB"
     )
 
 
@@ -341,6 +340,16 @@ def best_layout(answer: WhatIf) -> str:
         f"without failures pipelines {best.layout.lengths} have a step of {best.step_s * 1e3:.1f} ms, "
         f"{before.step_s / best.step_s - 1:.1%} more throughput: --odyssey-layout auto"
     )
+
+
+def kept_text(answer: WhatIf, after: Plan) -> str:
+    """Return a line on the throughput that is left."""
+    before, best = answer.before, answer.best
+    kept = f"throughput after / before: {before.step_s / after.step_s:.1%}"
+    if before.step_s / best.step_s - 1 < _WORTH:
+        return kept
+    # Otherwise a loss can look like a gain: what follows it is planned anew, and what was before is the launch line's.
+    return f"{kept}; of the best layout without failures {best.step_s / after.step_s:.1%}"
 
 
 def leaner_text(answer: WhatIf) -> str:

@@ -57,7 +57,7 @@ _WORKS = {
     tensor_model_parallel_size context_parallel_size sequence_parallel
     cp_comm_type hierarchical_context_parallel_sizes
     untie_embeddings_and_output_weights heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
-    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
     micro_batch_size global_batch_size rampup_batch_size
     step_batch_size_schedule phase_transition_iterations iterations_to_skip
     train_iters train_samples seq_length seed bf16 fp16 loss_scale initial_loss_scale min_loss_scale

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from odyssey_megatron.upstream.chunks import chunks_of
 from odyssey_megatron.upstream.flags import MUON
 
 STATELESS = "tensorwise", "blockwise", "mxfp8"
@@ -80,6 +81,10 @@ def _in_16_bits_or_fewer(value: Any, args: Any) -> bool:
 
 def _more_stages_than_layers(value: Any, args: Any) -> bool:
     return _number(value, 1) > _number(getattr(args, "num_layers", None), math.inf)
+
+
+def _mtp_apart_from_loss(value: Any, args: Any) -> bool:
+    return any("m" in chunk and "L" not in chunk for chunk in chunks_of(str(value or "")))
 
 
 def _more_shards_than(*sizes: str) -> Decides:
@@ -157,6 +162,9 @@ _16 = _since(
      _LEAVE_OUT),
     ("mtp_standalone", "With Odyssey the blocks of multi-token prediction are part of the head, and have no stage of "
      "their own.", _LEAVE_OUT),
+    ("pipeline_model_parallel_layout",
+     "With Odyssey the blocks of multi-token prediction (m) are part of the head, and go with the loss (L).",
+     "Put m into the chunk of L.", _mtp_apart_from_loss),
     ("position_embedding_type", "Relative positions need a table in the first layer of each stage, and mrope is for "
      "multimodal models.", "Use rope, yarn, learned_absolute or none.",
      _none_of("rope", "yarn", "learned_absolute", "none")),

@@ -53,6 +53,15 @@ def test_a_script_with_a_command_in_a_string():
     assert launch_line(STRING).flags == "--num-layers 24 --untie-embeddings-and-output-weights --bf16".split()
 
 
+@pytest.mark.parametrize(
+    ("layout", "starts"),
+    [("Et*3|(tt|)*29m|L", False), ("Et*3|(tt|)*29mL", True), ("Ett|ttL", True), ("$LAYOUT_m", True)],
+)
+def test_multi_token_prediction_apart_from_the_loss_is_refused(layout, starts):
+    """As DeepSeek-V3 has it; a job would say so only once all its ranks have started."""
+    assert judged(["--mtp-num-layers", "1", "--pipeline-model-parallel-layout", layout]).starts is starts
+
+
 def test_the_scripts_of_this_repository_start(checkout):
     flags = read_job(str(checkout / "examples" / "megatron_lm" / "tiny.sh")).flags
     assert {"--num-layers", "--odyssey", "--mock-data"} < set(flags)

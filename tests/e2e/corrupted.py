@@ -34,7 +34,7 @@ def main() -> None:
 
         def hit(*kinds: str) -> None:
             for rank, step, what in faults:
-                if (session.rank, model._step) != (int(rank), int(step)) or what not in kinds:
+                if (session.rank, model.microbatches.step) != (int(rank), int(step)) or what not in kinds:
                     continue
                 held = next(one for _, one in sorted(model._held.items()))
                 tensors = held.optimizer.state_tensors() if what == "state" else held.weights()

@@ -29,7 +29,7 @@ class Fault:
         setattr(model, where, self._run)
 
     def _run(self, microbatch: int, first: int, last: int, *args: Any, **kwargs: Any) -> Any:
-        at = self._model._step >= self._step and self._microbatch in (None, microbatch)
+        at = self._model.microbatches.step >= self._step and self._microbatch in (None, microbatch)
         if not at or kwargs.get("ahead") or not self._model._training:
             return self._original(microbatch, first, last, *args, **kwargs)
         if self._once:

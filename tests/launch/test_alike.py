@@ -6,8 +6,10 @@ import time
 
 import pytest
 
+from odyssey_megatron.errors import EXIT_ALIKE
 from odyssey_megatron.launch import alike
 from odyssey_megatron.launch.alike import KnownSince, is_shared
+from odyssey_megatron.launch.verdict import after_training
 
 
 def error():
@@ -58,3 +60,10 @@ def test_a_generation_before_its_time_was_long_ago():
     assert history.ended_s(7) == 0.0
     history.note(8)
     assert 0.0 <= history.ended_s(7) < 1.0
+
+
+def test_an_error_that_all_have_behind_the_last_step_is_told():
+    """The ranks leave it to the launcher to print it."""
+    exits = dict.fromkeys(range(4), EXIT_ALIKE)
+    verdict = after_training(exits, cut_short=[], refused="ValueError: my evaluation", ended_behind=-1)
+    assert (verdict.code, verdict.why) == (1, "ValueError: my evaluation")

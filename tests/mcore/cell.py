@@ -307,7 +307,7 @@ class Rank:
                 for number, _ in enumerate(self.cell.held_parts):
                     for span in spans:
                         one.put(number, span, layer.optimizer.numbers(number, span))
-                model.learning_rate.set([one], 1, model.batches, model.loss_scale)
+                model.learning_rate.set([one], 1, model.microbatches.batches, model.loss_scale)
                 one.apply(1.0)
                 after = [one.clone() for one in layer.weights().values()]
                 for number, _ in enumerate(self.cell.held_parts):

@@ -118,7 +118,7 @@ def model_of(changes: dict[str, Any]) -> MegatronModel:
     model.create_layers(range(LAYERS + tied), dict.fromkeys(range(LAYERS + tied), (EVERYTHING,)))
     model.take_layout(layout, 0)
     if changes.get("packed"):
-        model.balance = Balance(MICROBATCHES, steps=9)
+        model.microbatches.balance = Balance(MICROBATCHES, steps=9)
     return model
 
 

@@ -62,7 +62,7 @@ def test_an_overflow_changes_nothing_but_the_scale(megatron, make_model):
         assert same(tensors(model), before)
         outcomes.append(train(model, len(outcomes)))
     *skipped, done = outcomes
-    assert len(skipped) == model.loss_scale.skipped > 2
+    assert len(skipped) == model.loss_scale.skipped_steps > 2
     assert model.loss_scale.value.item() == scale / 2 ** (len(skipped) - 1), (
         "the first is forgiven (--hysteresis 2)"
     )
@@ -98,7 +98,7 @@ def test_who_joins_goes_on_like_the_others(megatron, seed):
     joined.take_over(known.state())
     for _ in range(20):
         assert joined.scaler.state_dict() == known.scaler.state_dict()
-        assert (joined.skipped, joined.skipped_samples) == (known.skipped, known.skipped_samples)
+        assert (joined.skipped_steps, joined.skipped_samples) == (known.skipped_steps, known.skipped_samples)
         skipped = draw.random() < 0.3
         for one in (known, joined):
             one.update(skipped=skipped, samples=4)

@@ -51,7 +51,7 @@ def test_what_others_keep_from_now_on_is_let_go_of_behind_the_step(model, left_o
 
     rings = ((0,), (0,), (1,), (1,))
     model.take_layout(replace(model._layout, keepers=rings, copies=1), 0)
-    model.batches = Batches([], 2, left_out=[0] if left_out else [])
+    model.microbatches.batches = Batches([], 2, left_out=[0] if left_out else [])
     model.begin_step(0)
     assert "2.optimizer" in model.digests(), "others may go back to it"
     outcome = model.apply(torch.ones(model.num_totals, dtype=torch.float64), lambda: None)

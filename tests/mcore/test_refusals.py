@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore import autoload
-from odyssey_megatron.mcore.loop.arguments import refused_by_megatron
+from odyssey_megatron.mcore.loop.arguments import early, refused_by_megatron
 from odyssey_megatron.upstream.refusals import REFUSALS
 
 BEGIN, END = r"<!-- refused: begin[^>]*-->\n", r"<!-- refused: end -->"
@@ -40,6 +41,17 @@ def test_what_megatron_asserts_is_one_sentence():
         refused_by_megatron(),
     ):
         raise AssertionError("It cannot be used in this mode.")
+
+
+def test_flags_of_a_checkpoint_that_no_flag_names_are_bad_input(monkeypatch):
+    args = SimpleNamespace(use_checkpoint_args=True, load=None, pretrained_checkpoint=None)
+    for name in ("megatron.training", module := "megatron.training.arguments"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[module], "parse_args", lambda **kwargs: args, raising=False)
+    with pytest.raises(ConfigError, match="^--use-checkpoint-args .* no flag names one. Add --load"):
+        early()
+    args.load = "saved"
+    assert early() is None
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("megatron.training")), reason="it is there")

@@ -170,4 +170,4 @@ def test_blocks_apart_from_the_loss_are_refused(jobs, name):
     flags = f"{MOCK} {AHEAD} 1 --pipeline-model-parallel-layout Ettt|tm|L"
     run = jobs.odyssey(name, flags, ranks=3, stages=3)
     assert run.exit_code == 2
-    assert "(m) in another chunk than the loss (L)" in run.log
+    assert "(m) are part of the head, and go with the loss (L)" in run.log

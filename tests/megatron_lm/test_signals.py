@@ -28,7 +28,7 @@ def test_sigterm_saves_and_the_next_job_goes_on_there(jobs, name, to):
     assert not run.killed
     last = run.iterations[-1].number
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
-    assert re.search(rf"ended behind iteration {last}, as a signal asked", run.log)
+    assert re.search(rf"ended after iteration {last}, as a signal asked", run.log)
 
     # With the same --train-iters: Megatron checks that the schedule is the one of the checkpoint.
     flags = f"{MOCK} --eval-interval 1000 --train-iters 400 --lr-decay-iters 400 --exit-interval {last + 2}"

@@ -109,6 +109,17 @@ def test_lines_that_are_no_events_are_named_and_left_out(runs, tmp_path, capsys)
     assert Follower(broken).events() == Follower(runs["undisturbed"]).events()
 
 
+def test_a_part_of_a_journal_does_not_say_that_nothing_failed(runs, tmp_path, capsys):
+    """That of a node with a folder of its own, or what was written after the folder was deleted."""
+    part = tmp_path / "part"
+    shutil.copytree(runs["shot_at"], part)
+    (part / "journal" / "agent0.jsonl").unlink()
+    assert main([str(part)]) == 0
+    told = capsys.readouterr()
+    assert "lacks the journal of the job's host, or its beginning" in told.err
+    assert "nothing failed" not in told.out
+
+
 def test_bad_input_is_one_paragraph_and_exit_code_2(runs, tmp_path, capsys):
     Journal(tmp_path / "empty", source="agent0").event("job_started", world_size=2, nodes=[0, 0])
     for folder, reason in ((tmp_path / "none", "has no journal"), (tmp_path / "empty", "no committed step")):

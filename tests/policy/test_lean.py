@@ -105,5 +105,5 @@ def test_plan_says_what_less_memory_would_cost(capsys):
     assert "memory for speed, by --odyssey-slower-for-memory-percent: 0: " in usual
     assert main_plan([*flags, "--odyssey-slower-for-memory-percent", "10"]) == 0
     slower = capsys.readouterr().out
-    gib = [float(text.split("fullest worker ")[1].split(" GiB")[0]) for text in (usual, slower)]
+    gib = [float(text.split("fullest GPU ")[1].split(" GiB")[0]) for text in (usual, slower)]
     assert gib[1] < 0.8 * gib[0]

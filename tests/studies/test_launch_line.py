@@ -71,10 +71,18 @@ def test_layers_with_experts(text, layers):
             "--pipeline-model-parallel-size 4",
             (1, 2, 2, 1),
         ),
+        ("--pipeline-model-parallel-layout Et*3|tt|tmL --pipeline-model-parallel-size 3", (3, 2, 1)),
+        (r"--pipeline-model-parallel-layout E\|\(tt,\|\)*3L --pipeline-model-parallel-size 5", ()),
+        ("--pipeline-model-parallel-layout $LAYOUT --pipeline-model-parallel-size 2", ()),
     ],
 )
 def test_uneven_stages(flags, counts):
     assert line(flags).stage_layers == counts
+
+
+def test_chunks_of_a_stage_are_counted_together():
+    found = line("--pipeline-model-parallel-layout Et|tt|t|tt|(|)*1L --pipeline-model-parallel-size 3")
+    assert (found.stage_layers, found.virtual_stages) == ((3, 2, 1), 2)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +100,22 @@ def test_uneven_stages(flags, counts):
             ["--pipeline-model-parallel-size", "3", "--decoder-first-pipeline-num-layers", "1"],
             "the others cannot have equally many",
         ),
+        (
+            ["--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "Et|tt|ttt|L"],
+            "has 6 layers in 4 chunks, and there are 6 layers and 3 stages",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_said(flags, message):
     with pytest.raises(ConfigError, match=message):
         read([*SIZES, *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "notes"), [("--bf16", 0), ("--bf16 --fp8-format hybrid --fp8-recipe blockwise", 1), ("", 1)]
+)
+def test_a_precision_whose_speed_is_not_counted_is_said(flags, notes):
+    assert len([one for one in line(flags).notes if "in bf16" in one]) == notes
 
 
 def test_what_is_missing_is_named():

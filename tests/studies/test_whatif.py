@@ -111,7 +111,7 @@ def test_a_launch_script_is_planned_for(capsys, tmp_path):
     )
     assert main_plan(by_hand.split()) == 0
     told = capsys.readouterr().out
-    assert "8 workers, 64 microbatches a step" in text
+    assert "8 workers of 2 GPUs, 64 microbatches a step" in text
     of_both = [re.sub(r"decided in .*", "", one).splitlines()[1:] for one in (text, told)]
     assert of_both[0] == of_both[1]
     # Without a script all of it can be given.
@@ -135,7 +135,7 @@ def test_the_next_loss_is_said(capsys):
     assert main_plan(flags) == 0
     text = capsys.readouterr().out
     assert re.search(r"any of 4 workers +all layers +the job ends", text)
-    assert "--odyssey-redundancy state   one worker alone has all layers" in text
+    assert "--odyssey-redundancy state   without a second holder: all layers" in text
     assert main_plan([*flags, "--odyssey-redundancy", "state"]) == 0
     text = capsys.readouterr().out
     assert "the job ends" not in text
@@ -197,11 +197,15 @@ def test_lost_layers_are_said(capsys, tmp_path):
             ["--num-layers", "2", "--nonsense", "3"],
             "--nonsense: neither of this command's flags nor of Megatron-LM's",
         ),
-        (["--num-layers", "2", "--model", "llama2-7b"], "--model and --num-layers both say which model"),
+        (
+            ["--num-layers", "2", "--model", "llama2-7b"],
+            "llama2-7b is instead of a launch line, and --num-la",
+        ),
         (["nonsense"], "nonsense is no flag"),
         (["--odyssey-redundancy", "much"], "redundancy"),
         (["--job", "missing.sh"], "missing.sh"),
-        (["--job", "missing.sh", "--model", "llama2-7b"], "both say which model"),
+        (["--job", "missing.sh", "--model", "llama2-7b"], "--job is of one: leave one of them out"),
+        (["--model", "llama2-7b", "--tp", "8"], "--tp: neither of this command's flags nor of"),
         (["--kill", "9:0"], "no such GPU"),
         (["--kill", "0:8"], "no such GPU"),
         (["--slow", "0:8=0.5"], "no such GPU"),
@@ -213,6 +217,21 @@ def test_lost_layers_are_said(capsys, tmp_path):
 def test_bad_input_is_explained(flags, message):
     with pytest.raises(ConfigError, match=message):
         main_plan(flags)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ("--cluster 8x8 --model mixtral-8x7b --tensor-model-parallel-size 2 --expert-model-parallel-size 8",
+         "4 workers of 16 GPUs, 64 microbatches a step, 8 at a time in a worker"),
+        ("--cluster 8x8 --model llama3-70b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 "
+         "--num-microbatches 4", "8 workers of 8 GPUs, 8 microbatches a step"),
+    ],
+)  # fmt: skip
+def test_pipelines_are_of_cells_and_not_of_ranks(capsys, sizes, said):
+    """They have microbatches enough, though there are fewer of these than ranks in a stage."""
+    assert main_plan([*sizes.split(), "--use-distributed-optimizer", "--width", "0"]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_a_distributed_optimizer_makes_room(capsys):

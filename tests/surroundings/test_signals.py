@@ -59,7 +59,7 @@ def assert_ended_alike(outcome, survivors):
     ends = {event["rank"]: event["step"] for event in outcome.named("weights")}
     last = outcome.named("step_committed")[-1]["step"] + 1
     assert ends == dict.fromkeys(survivors, last)
-    assert f"ended behind iteration {last}, as a signal asked it to" in outcome.log
+    assert f"ended after iteration {last}, as a signal asked it to" in outcome.log
     assert "Traceback" not in outcome.log
     assert outcome.weights()
 

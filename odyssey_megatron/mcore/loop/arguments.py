@@ -30,12 +30,19 @@ from odyssey_megatron.upstream import compat, refusals
 
 def early() -> Any:
     """Megatron's arguments before it does anything with them; None if a checkpoint, which is read later, may override
-    them.
+    them. Raises ConfigError if there is to be one, and none is named: Megatron asserts that outside of its validation.
     """
     from megatron.training.arguments import parse_args
 
     args = parse_args(ignore_unknown_args=True)
-    return None if getattr(args, "use_checkpoint_args", False) else args
+    if not getattr(args, "use_checkpoint_args", False):
+        return args
+    if args.load is None and args.pretrained_checkpoint is None:
+        raise ConfigError(
+            "--use-checkpoint-args takes flags from a checkpoint, and no flag names one. Add --load or "
+            "--pretrained-checkpoint, or leave it out."
+        )
+    return None
 
 
 def quiet_rebuilding() -> None:

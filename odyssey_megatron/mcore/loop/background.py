@@ -168,7 +168,10 @@ class Saves:
         from megatron.training import get_args
 
         (iteration, before), reached = self._begun, self._job.runtime.committed
-        self._begun = reached, before + self._job.model.batches.operations(get_args(), iteration, reached)
+        self._begun = (
+            reached,
+            before + self._job.model.microbatches.batches.operations(get_args(), iteration, reached),
+        )
         return self._save()
 
     def _land(self, *, again: bool = True) -> None:

@@ -280,7 +280,7 @@ class OptimizerView:
         take_over(whole.param_groups, spec.loaded_groups)
         if self._model.learning_rate is not None:
             self._model.learning_rate.set(
-                [whole], self._committed(), self._model.batches, self._model.loss_scale
+                [whole], self._committed(), self._model.microbatches.batches, self._model.loss_scale
             )
         for one in parts:
             for shown, main in pairs(one):

@@ -256,12 +256,14 @@ class Door:
         schedule = arguments.schedule_of(scheduler)
         largest, copies = batches.largest, self._optimizer_copies
         job = arguments.job_of(args, whole, self._config, split, batch_size=largest, optimizer_copies=copies)
-        model.balance = arguments.balance_of(args, whole, self._config, places=job.num_microbatches)
+        model.microbatches.balance = arguments.balance_of(
+            args, whole, self._config, places=job.num_microbatches
+        )
         self._session.post(job, arguments.profile_of(args, whole, self._config))
         work = self._work = self._enter(model)
         args.iteration = args.num_floating_point_operations_so_far = 0
         start = self._started(work, optimizer, scheduler, context)
-        model.batches = arguments.batches_of(
+        model.microbatches.batches = arguments.batches_of(
             args, consumed=args.consumed_train_samples, first_step=args.iteration
         )
         origin = start.origin(schedule, optimizer.settings)

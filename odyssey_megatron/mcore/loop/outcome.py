@@ -124,13 +124,23 @@ def shown(result: StepOutcome, loss_names: Sequence[str]) -> dict[str, torch.Ten
 
 
 def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """What a forward step has ``reported``, if it has the expected names. Raises ConfigError otherwise."""
+    """What a forward step has ``reported``, each loss 0-D, or 1-D with a sum and a count. Raises ConfigError if it has
+    other names or shapes.
+    """
     if set(reported) != set(loss_names):
         raise ConfigError(
             f"the forward step reports {sorted(reported)}, expected {sorted(loss_names)}. Pass the names as "
             "loss_names; with an unmodified Megatron-LM script only these can be reported yet."
         )
-    return reported
+    for name, value in reported.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.numel() not in (1, 2):
+            what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+            raise ConfigError(
+                f"the forward step reports {name!r} as {what}. Report a tensor of one number, or of two: a sum and a "
+                "count."
+            )
+    return {name: value.reshape(() if value.numel() == 1 else 2) for name, value in reported.items()}
 
 
 def counted_gradients(block: LayerBlock, cell: Cell) -> list[tuple[torch.Tensor, int]]:

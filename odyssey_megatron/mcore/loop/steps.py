@@ -63,7 +63,7 @@ class Steps:
         self.work.session.member.join()
         self.work.recovery.step()
         self.work.refresh()
-        batches, step = self.work.model.batches, self.work.runtime.committed - 1
+        batches, step = self.work.model.microbatches.batches, self.work.runtime.committed - 1
         skipped = (
             self.work.model.loss_scale.skipped_samples
             - self.work.runtime.outcome.skipped * batches.size(step)
@@ -114,7 +114,7 @@ class Steps:
         """A step for ``--iterations-to-skip``: one like any other, without microbatches, so that all ranks make it
         together.
         """
-        self.work.model.source = self.feed.source(data_iterator)
+        self.work.model.microbatches.source = self.feed.source(data_iterator)
         self._step()
 
     def _step(self) -> outcome.StepOutcome:

@@ -117,9 +117,6 @@ class Routing:
         self._names += [name for kind, name in _LOSSES.items() if kind in kinds]
         self._counted = (config.num_moe_experts or 0) if config.moe_router_enable_expert_bias else 0
         self.records: Records = {}
-        self.is_idle = False
-        """Whether this rank has no lane in this turn (``lanes.py``): its routers choose no experts, and record nothing.
-        """
 
     # -- in a forward ---------------------------------------------------------------------------------------------
 
@@ -143,7 +140,7 @@ class Routing:
                     router.local_tokens_per_expert.zero_()
 
         def after(router: Router, given: Any, made: Any) -> Any:
-            if self.is_idle:
+            if self._seeds.is_idle:  # whatever it has counted is not recorded
                 return tuple(map(_nothing, made))
             if router.training and torch.is_grad_enabled():  # otherwise it will be recomputed
                 self.records[self._seeds.microbatch, layer] = self._row(router)

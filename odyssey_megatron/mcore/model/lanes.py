@@ -5,7 +5,7 @@ losses and random numbers depend on the same things.
 
 In the last turn of an uneven gang some ranks have no lane left. They compute their first lane's microbatch once more,
 since their experts are needed, and since all ranks take part in each message. It counts for nothing: their routers
-choose no experts (``Routing.is_idle``), and its results are left out, so that gradients are zeros.
+choose no experts (``experts.Routing``), and its results are left out, so that gradients are zeros.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from odyssey_megatron.plan.slices import EVERYTHING, Span
 from odyssey_megatron.upstream import compat
 
 ModelProvider = Callable[..., Any]
-"""Megatron's: (pre_process, post_process, pg_collection) -> GPTModel; it asks how many layers to build."""
+"""Megatron's: (pre_process, post_process, pg_collection) -> GPTModel made with it; it asks how many layers to build."""
 
 
 @dataclass(frozen=True, kw_only=True)

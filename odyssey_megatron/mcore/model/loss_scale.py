@@ -36,7 +36,7 @@ class LossScale:
         """
         self._ends_job = ends_job
         self._word: Word = None
-        self.skipped = self.skipped_samples = 0
+        self.skipped_steps = self.skipped_samples = 0
         """Steps since the job was started that do not count in the learning rate's schedule, and the number of their
         samples.
         """
@@ -102,21 +102,21 @@ class LossScale:
 
     def leave_out(self, samples: int) -> None:
         """Count a step of ``samples`` that changes no weight, whatever the scale."""
-        self.skipped += 1
+        self.skipped_steps += 1
         self.skipped_samples += samples
 
     def state(self) -> torch.Tensor:
         """Everything that steps have changed, for :meth:`take_over` on a rank that joins: 1-D, float64, on the host."""
         kept = self.scaler.state_dict() if self else {}
         return torch.tensor(
-            [self.skipped, self.skipped_samples, *(float(kept[name]) for name in sorted(kept))],
+            [self.skipped_steps, self.skipped_samples, *(float(kept[name]) for name in sorted(kept))],
             dtype=torch.float64,
         )
 
     def take_over(self, state: torch.Tensor) -> None:
         """Take over the ``state`` that :meth:`state` of another rank has returned."""
         skipped, samples, *values = state.tolist()
-        self.skipped, self.skipped_samples = int(skipped), int(samples)
+        self.skipped_steps, self.skipped_samples = int(skipped), int(samples)
         if values:
             growth, hysteresis, scale = values
             self.scaler.load_state_dict(

@@ -15,11 +15,10 @@ from odyssey_megatron.execute.interpreter import Needs, Passed
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.mcore.loop import outcome
-from odyssey_megatron.mcore.loop.balance import Balance, heads
-from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
+from odyssey_megatron.mcore.loop.microbatches import Microbatches
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
-from odyssey_megatron.mcore.model import by_context, cut_off, groups, lanes, needed, rng, span, summed, te
+from odyssey_megatron.mcore.model import by_context, cut_off, groups, lanes, needed, span, summed, te
 from odyssey_megatron.mcore.model.assembling import assembled, unsent
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
@@ -76,11 +75,14 @@ class MegatronModel(Holdings):
         te.prepare(spec.config)
         span.install()
         super().__init__(spec, cell, groups_of_cell or groups.initialize(data_parallel=spec.looks_ahead))
-        self.source = source
         self.forward_step, self.learning_rate = forward_step, learning_rate
-        self._of_step = num_microbatches
-        self._micro_batch_size = micro_batch_size
-        self.batches = Batches.constant(num_microbatches * micro_batch_size)
+        self.microbatches = Microbatches(
+            cell,
+            self._seeds,
+            num_microbatches=num_microbatches,
+            micro_batch_size=micro_batch_size,
+            source=source,
+        )
         config = spec.config
         self.loss_scale = LossScale(spec.optimizer_config, ends_job=spec.overflow_ends_job)
         config.grad_scale_func = self.loss_scale.scaled
@@ -95,7 +97,6 @@ class MegatronModel(Holdings):
         length, *rest = spec.activation_shape(seq_length, micro_batch_size, parts.size())
         self._message_shape = (length * len(cell.held_lanes), *rest)
         self._flights = Flights()
-        self._step, self._lane, self.balance = -1, cell.held_lanes[0], Balance()
         self.future = FutureTokens(config)
         self.logits = LargestLogit(config, cell.rank, world_size)
         self._tally = Tally(self.loss_names, self.future, self.routing)
@@ -164,10 +165,8 @@ class MegatronModel(Holdings):
 
     def begin_step(self, step: int) -> None:
         """Forget whatever an earlier attempt left, and zero the gradients."""
-        self._step = self._seeds.step = step
-        microbatches = self.microbatches_of(step) * self.cell.full_lanes
-        self._begin(microbatches, before=self.batches.before(step), training=True)
-        self.balance.begin(step)
+        self.microbatches.begin(step)
+        self._begin(training=True)
         self._look_ahead()  # now, since whoever computes heads has to wait for its first activation anyway
         self._parts.forget()
         self.logits.begin(self.layers)
@@ -176,49 +175,26 @@ class MegatronModel(Holdings):
 
     def microbatches_of(self, step: int) -> int:
         """The number of microbatches of ``step`` as a plan counts them: one for all lanes of a cell."""
-        size = 0 if step in self.batches.left_out else self.batches.size(step)
-        return size // (self._micro_batch_size * self.cell.full_lanes)
+        return self.microbatches.of_plan(step)
 
     def begin_evaluation(self, first: int, microbatches: int) -> None:
         """Begin an evaluation of ``microbatches`` of the source from ``first`` on; nothing is kept for a backward."""
-        lanes = self.cell.full_lanes
-        self._seeds.step = rng.INITIAL - 1 - first
-        self._begin(microbatches * lanes, before=first * lanes * self._micro_batch_size, training=False)
-        self.balance.begin(-1)
+        self.microbatches.begin_evaluation(first, microbatches)
+        self._begin(training=False)
 
-    def _begin(self, microbatches: int, *, before: int, training: bool) -> None:
-        assert self.source is not None, "no data yet"
-        self._of_step, self._training = microbatches, training
+    def _begin(self, *, training: bool) -> None:
+        self._training = training
         self._flights.clear()
         self._tally.clear()
-        self.source.begin(before)
         for block in self._blocks.values():
             if block.model.training != training:
                 block.model.train(training)
 
     def _look_ahead(self) -> dict[int, int]:
         """Look at the next step's microbatches whose heads would run here; maps each to the first of its route."""
-        step, lanes, own = self._step + 1, self.cell.full_lanes, self.cell.held_lanes
-        if self._tp_rank or self._cp_rank or not self.balance.num_totals:
+        if self._tp_rank or self._cp_rank:
             return {}
-        routes = heads(self._layout, self._worker, self.microbatches_of(step))
-        source, before = self.source, self.batches.before(step)
-        assert source is not None
-        self.balance.look_ahead(
-            step, routes, lambda one: sum(source.squares(before, one * lanes + lane) for lane in own)
-        )
-        return routes
-
-    def _go_to(self, microbatch: int, lane: int | None = None) -> int:
-        """Switch to the plan's ``microbatch`` in a ``lane`` (or the first here); returns its number in the step."""
-        self._lane = self.cell.held_lanes[0] if lane is None else lane
-        self.routing.is_idle = self._lane == lanes.IDLE
-        at = self.cell.held_lanes[0] if self.routing.is_idle else self._lane
-        microbatch = self.balance.in_place(microbatch) * self.cell.full_lanes + at
-        self._seeds.microbatch = microbatch
-        assert self.source is not None
-        self.source.go_to(microbatch)
-        return microbatch
+        return self.microbatches.look_ahead(self._layout, self._worker)
 
     def forward(
         self,
@@ -235,11 +211,11 @@ class MegatronModel(Holdings):
         output = lanes.in_turn(
             self.cell,
             activation,
-            lambda lane: self._go_to(microbatch, lane),
+            lambda lane: self.microbatches.go_to(microbatch, lane),
             lambda number, rows: self._forward_of_lane(number, first, last, rows, ahead=ahead, needs=needs),
         )
         if self._training:
-            self._flights[self._go_to(microbatch), first] = Flight(
+            self._flights[self.microbatches.go_to(microbatch), first] = Flight(
                 activation, output, WeightGrads(), last - first
             )
         return output
@@ -262,11 +238,12 @@ class MegatronModel(Holdings):
             is_last_stage = block.last == self.spec.num_layers
             stage = groups.in_stage(*self.spec.reads_as(first=block.first == 0, last=is_last_stage))
             with cut_off.tidied(self.spec.config, self._held.values()), stage, needed.asking(needs):
+                self._seeds.reseed_script()
                 tensor, tokens = schedules.forward_step(
                     by_context.forward_step_of(self.cell, self.forward_step, sums_losses=sums_losses),
-                    self.source,
+                    self.microbatches.source,
                     block.model,
-                    self._of_step * self._losses_of_one // self._replicas,
+                    self.microbatches.count * self._losses_of_one // self._replicas,
                     tensor,
                     reported,
                     self.spec.config,
@@ -276,24 +253,24 @@ class MegatronModel(Holdings):
                 )
         assert tensor is not None
         # Blocks before the head have no losses; that is known on the host, without asking the device.
-        if not self.routing.is_idle:
+        if not self.microbatches.is_idle:
             self._tally.add(microbatch, first, last, tokens, self._tally.read(reported), ahead=ahead)
         return tensor
 
     def adopt(self, visits: Collection[Visit]) -> None:
-        ours = {(self._go_to(one, lane), first) for one, first, _ in visits for lane in self.cell.held_lanes}
+        ours = {(one, first) for place, first, _ in visits for one in self.microbatches.in_all_lanes(place)}
         for place in self._tally.adopt(ours):
             self._flights.pop(place, None)
 
     def kept(self, microbatch: int, first: int, last: int) -> None:
         if not self._training:
             return
-        output = self._flights[self._go_to(microbatch), first].output
+        output = self._flights[self.microbatches.go_to(microbatch), first].output
         schedules.deallocate_output_tensor(output, self.spec.config.deallocate_pipeline_outputs)
 
     def undo(self, visits: Collection[Visit]) -> None:
         for microbatch, first, last in visits:
-            for number in (self._go_to(microbatch, lane) for lane in self.cell.held_lanes):
+            for number in self.microbatches.in_all_lanes(microbatch):
                 self._flights.pop((number, first), None)
                 self._tally.undo(number, first, last, with_losses=last == self.spec.num_layers)
 
@@ -309,19 +286,19 @@ class MegatronModel(Holdings):
     ) -> torch.Tensor | None:
         def on_the_way(layer: int) -> None:
             assert passed is not None
-            if self._lane == self.cell.held_lanes[0]:  # the lane that comes here last
+            if self.microbatches.in_first_lane:
                 passed(layer)
-                self._go_to(microbatch)  # switch back, since recomputation draws random numbers
+                self.microbatches.go_to(microbatch)  # switch back, since recomputation draws random numbers
 
         if passed is not None:
             passed(last)
-        flight = self._flights[self._go_to(microbatch), first]
+        flight = self._flights[self.microbatches.go_to(microbatch), first]
         collecting = flight.weight_grads.collecting(on_the_way if passed else None)
         with cut_off.tidied(self.spec.config, self._held.values()), collecting, self.loss_scale.only_if(word):
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
-        self._flights.finish(self._go_to(microbatch), first, last, self.layers)
+        self._flights.finish(self.microbatches.go_to(microbatch), first, last, self.layers)
 
     def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
         return summed.gradients(self._block(first, last), self._parts, first, last, part)
@@ -366,14 +343,14 @@ class MegatronModel(Holdings):
     @property
     def _sizes_of_totals(self) -> list[int]:
         """Sizes of the step's own totals, of routers', of logits', and of what is known of the next step."""
-        own = [part.num_totals for part in (self.routing, self.logits, self.balance)]
+        own = [part.num_totals for part in (self.routing, self.logits, self.microbatches.balance)]
         return [outcome.num_totals(self._tally.names), *own]
 
     def take_over(self, totals: torch.Tensor, step: int, scale: torch.Tensor) -> None:
         """On a rank that joins, take over what all ranks have alike besides layers: the totals of the step before
         ``step``, and the state of the loss scale.
         """
-        self.balance.take(torch.split(totals, self._sizes_of_totals)[-1], step)
+        self.microbatches.balance.take(torch.split(totals, self._sizes_of_totals)[-1], step)
         self.loss_scale.take_over(scale)
 
     def local_totals(self) -> torch.Tensor:
@@ -398,17 +375,17 @@ class MegatronModel(Holdings):
             self._tally.losses,
             self._tally.names,
             tokens=self._tally.tokens.values(),
-            sequences=self.source.sequences if self.source is not None else {},
+            sequences=source.sequences if (source := self.microbatches.source) is not None else {},
             cell=self.cell,
             with_zeros=self.spec.optimizer_config.log_num_zeros_in_grad,
         )
-        ahead = self.balance.local_totals(self._look_ahead(), speaks=self.cell.lane == 0)
+        ahead = self.microbatches.balance.local_totals(self._look_ahead(), speaks=self.cell.lane == 0)
         logits = self.logits.local_totals(self.layers)
         return torch.cat([totals, self.routing.local_totals(), logits, to_device(ahead)])
 
     def timed(self, took_s: Callable[[], Mapping[Instr, float]]) -> None:
         """Report the times ``took_s`` that this rank's instructions took in a step that is over."""
-        self.balance.timed(took_s)
+        self.microbatches.balance.timed(took_s)
 
     def squared_weights(self) -> torch.Tensor:
         """This rank's share of the sum of all squared parameters; the first keeper of a slice counts it."""
@@ -418,7 +395,7 @@ class MegatronModel(Holdings):
     def local_losses(self) -> torch.Tensor:
         """The losses of this rank's share of the evaluated microbatches; summed over ranks they are a table of all."""
         losses = self._tally.losses if self._tp_rank == 0 else {}
-        return outcome.loss_table(losses, self.loss_names, self._of_step, self.cell)
+        return outcome.loss_table(losses, self.loss_names, self.microbatches.count, self.cell)
 
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
         """Make the optimizer step from reduced gradients and everyone's totals; sends nothing.
@@ -427,10 +404,11 @@ class MegatronModel(Holdings):
             NotFinite: the same on every rank, before any weight has changed.
         """
         totals, routed, logits, ahead = torch.split(totals, self._sizes_of_totals)
-        seen = self.balance.seen
-        self.balance.take(ahead, self._step + 1)
+        batches, balance, step = self.microbatches.batches, self.microbatches.balance, self.microbatches.step
+        seen = balance.seen
+        balance.take(ahead, step + 1)
         squared_norm, zeros, tokens, microbatches, lengths, squares, *losses = totals.tolist()
-        if self._step in self.batches.left_out:
+        if step in batches.left_out:
             self._let_go()
             return self._leave_out()
         config = self.spec.optimizer_config
@@ -443,13 +421,13 @@ class MegatronModel(Holdings):
         skipped = not gradient.is_finite
         if skipped and not self.loss_scale.skips:
             raise NotFinite(
-                f"{step_name(self._step)}: the gradient norm is {gradient.norm}. No weight was changed. Lower --lr, or "
+                f"{step_name(step)}: the gradient norm is {gradient.norm}. No weight was changed. Lower --lr, or "
                 "look at the samples of this step in the journal."
             )
         self._let_go()
         assert self.learning_rate is not None
         kept = {at: layer.optimizer for at, layer in self._held.items() if layer.optimizer is not None}
-        lr = self.learning_rate.set(list(kept.values()), self._step, self.batches, self.loss_scale)
+        lr = self.learning_rate.set(list(kept.values()), step, batches, self.loss_scale)
         spare = self._layout.spare_states(self._worker) if self._spare_on_host else {}
         for index, optimizer in kept.items():
             if not skipped:
@@ -457,7 +435,7 @@ class MegatronModel(Holdings):
             optimizer.park(spare.get(index, ()))
             checkpoint()
         self.routing.balance(self._held, routed)  # after a skipped step, too
-        self.loss_scale.update(skipped=skipped, samples=self.batches.size(self._step))
+        self.loss_scale.update(skipped=skipped, samples=batches.size(step))
         return StepOutcome(
             losses=outcome.means(losses, self._tally.names),
             grad_norm=None if skipped else gradient.norm,
@@ -484,12 +462,14 @@ class MegatronModel(Holdings):
     def _leave_out(self) -> StepOutcome:
         """End a step that trains on nothing, and does not count in the learning rate's schedule."""
         assert self.learning_rate
-        lr = self.learning_rate.set([], self._step, self.batches, self.loss_scale)
-        self.loss_scale.leave_out(self.batches.size(self._step))
+        batches, step = self.microbatches.batches, self.microbatches.step
+        lr = self.learning_rate.set([], step, batches, self.loss_scale)
+        self.loss_scale.leave_out(batches.size(step))
         return StepOutcome(lr=lr, skipped=True)
 
     def samples_of_losses(self) -> dict[int, list[int]]:
         """Microbatch -> its samples, for those whose loss this rank computed in this step as the first of its lane."""
-        assert self.source is not None
-        fetched, ours = self.source.fetched, () if self._groups.tp_cp.rank() else sorted(self._tally.losses)
+        source = self.microbatches.source
+        assert source is not None
+        fetched, ours = source.fetched, () if self._groups.tp_cp.rank() else sorted(self._tally.losses)
         return {microbatch: fetched[microbatch] for microbatch in ours if microbatch in fetched}

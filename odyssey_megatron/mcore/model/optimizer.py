@@ -449,7 +449,7 @@ class LearningRate:
         """Set the learning rate and weight decay of ``step`` (counted from 0) in all groups, and return the learning
         rate. Skipped steps do not count.
         """
-        samples, step = batches.before(step) - scale.skipped_samples, step - scale.skipped
+        samples, step = batches.before(step) - scale.skipped_samples, step - scale.skipped_steps
         start, groups = self._start, _ParamGroups(optimizers, self._start.settings)
         arguments = {**self._arguments, **(start.first_step if step == start.step else {})}
         scheduler = OptimizerParamScheduler(groups, **arguments)

@@ -58,9 +58,7 @@ def set_state(seed: int, *, step: int, microbatch: int, layer: int, part: LayerP
         torch.cuda.manual_seed(derive_seed(base, index, part.experts if of_experts else part.tensor))
         states[name] = torch.cuda.get_rng_state()
     tracker.set_states(states)
-    # Not torch.manual_seed(): it seeds every kind of device, and formats two stack traces on the way.
-    torch.default_generator.manual_seed(base)
-    torch.cuda.manual_seed(base)
+    _seed_default(base)
 
 
 class LayerSeeds:
@@ -71,6 +69,8 @@ class LayerSeeds:
     def __init__(self, seed: int, part: LayerPart = _WHOLE):
         self._seed, self._part = seed, part
         self.step, self.microbatch = INITIAL, INITIAL
+        self.is_idle = False
+        """Whether the microbatch is computed once more, for nothing (``lanes.py``)."""
 
     def attach(self, module: torch.nn.Module, layer: int) -> None:
         """Make ``module`` draw the random numbers of ``layer`` from now on."""
@@ -79,3 +79,13 @@ class LayerSeeds:
             set_state(self._seed, step=self.step, microbatch=self.microbatch, layer=layer, part=self._part)
 
         module.register_forward_pre_hook(reseed)
+
+    def reseed_script(self) -> None:
+        """Seed what the script's forward step draws from, the same on every rank that reads this microbatch."""
+        _seed_default(derive_seed(self._seed, self.step, self.microbatch))
+
+
+def _seed_default(seed: int) -> None:
+    # Not torch.manual_seed(): it seeds every kind of device, and formats two stack traces on the way.
+    torch.default_generator.manual_seed(seed)
+    torch.cuda.manual_seed(seed)

@@ -1,0 +1,108 @@
+"""What a training script of one's own may hand over, and what it is told otherwise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from odyssey_megatron.errors import ConfigError  # noqa: E402
+
+RATES = SimpleNamespace(lr=1e-2, min_lr=1e-3)
+
+
+def stepping(model: Any, before: Any = lambda: None, report: Any = lambda loss: loss) -> None:
+    """Have ``model`` call ``before`` each forward step, and ``report`` another loss than it would."""
+    own_step = model.forward_step
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        before()
+        output, own_loss = own_step(iterator, chunk)
+
+        def loss(losses: Any) -> Any:
+            total, tokens, reported = own_loss(losses)
+            return total, tokens, {"lm loss": report(reported["lm loss"])}
+
+        return output, own_loss and loss
+
+    model.forward_step = forward_step
+
+
+def test_what_a_forward_step_draws_depends_on_the_microbatch_alone(model):
+    drawn: list[float] = []
+    stepping(model, before=lambda: drawn.append(torch.rand(1).item()))
+    for microbatch in (0, 0, 1):
+        model.forward(microbatch, 0, 2, None)
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_of_one_number_may_have_any_shape(model, shape):
+    stepping(model, report=lambda loss: loss[0].reshape(shape))
+    model.forward(0, 2, 4, model.forward(0, 0, 2, None).detach())
+    *_, total, count = model.local_totals().tolist()
+    assert (total > 0.0, count) == (True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("report", "told"),
+    [(lambda loss: loss[0].item(), "as a float"), (lambda loss: loss.repeat(2), r"shape \[4\]")],
+)
+def test_other_losses_are_refused(model, report, told):
+    stepping(model, report=report)
+    with pytest.raises(ConfigError, match=told):
+        model.forward(0, 2, 4, model.forward(0, 0, 2, None).detach())
+
+
+def test_a_data_set_that_ends_too_early_is_refused_at_once(megatron):
+    from odyssey_megatron.mcore.checks import check_samples
+
+    class Anew(list[int]):
+        def __getitem__(self, at: Any) -> Any:
+            return super().__getitem__(at % len(self))
+
+    for enough in (range(12), Anew([1, 2]), SimpleNamespace()):
+        check_samples(enough, train_iters=3, global_batch_size=4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="has 11 samples, and training takes 12"):
+        check_samples(range(11), train_iters=3, global_batch_size=4)
+
+
+@pytest.mark.parametrize("schedule", [{"max_lr": 1e-1, "min_lr": 1e-3}, {"max_lr": 1e-2, "min_lr": 0.0}])
+def test_one_learning_rate_is_not_trained_and_another_one_logged(megatron, schedule):
+    from odyssey_megatron.mcore.checks import check_rates
+
+    check_rates(RATES, {"max_lr": 1e-2, "min_lr": 1e-3})
+    with pytest.raises(ConfigError, match="would log the latter"):
+        check_rates(RATES, schedule)
+
+
+def test_ranks_do_something_together_in_on_end_alone(megatron):
+    """Nowhere else may an operation over all ranks seem to be done."""
+    from odyssey_megatron.mcore.plugin import Session
+    from odyssey_megatron.rebuild.world import LivingWorld
+
+    class Left:
+        """The group of the two ranks that live."""
+
+        rank, size = (lambda self: 0), (lambda self: 2)
+
+        def allreduce(self, tensors: list[Any]) -> str:
+            return "summed"
+
+    everyone = LivingWorld(1, 3, "cpu")
+    session: Any = SimpleNamespace(rank=1, world_size=3, config=SimpleNamespace(device="cpu"))
+    found: list[Any] = []
+
+    def on_end(model: Any) -> None:
+        found.append((everyone.allreduce([torch.ones(1)]), everyone.rank(), everyone.size()))
+
+    job: Any = SimpleNamespace(on_end=on_end)
+    end = Session._ending_of(session, job, None, SimpleNamespace(living=everyone))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="allreduce over the default group"):
+        everyone.allreduce([torch.ones(1)])
+    end(SimpleNamespace(together=lambda work: work(Left())))  # type: ignore[arg-type]
+    assert found == [("summed", 0, 2)]
+    assert (everyone.rank(), everyone.size()) == (1, 3)
