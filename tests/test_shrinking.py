@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odyssey_megatron.cluster.cell import Cell, Each
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import Event, GenerationLive, RankDied, RankJoined, RankReturned
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.shapes import Each
 from odyssey_megatron.cluster.state import (
     ClusterState,
     apply,
@@ -35,8 +37,8 @@ def died(rank: int, code: int = -9) -> RankDied:
     return RankDied(rank=rank, code=code, cause="killed", incarnation=9, t_s=1.0)
 
 
-def joined(rank: int, each: int = 1, incarnation: int = 1) -> RankJoined:
-    return RankJoined(rank=rank, node=0, incarnation=incarnation, each=each)
+def joined(rank: int, size: int = 0, incarnation: int = 1) -> RankJoined:
+    return RankJoined(rank=rank, node=0, incarnation=incarnation, size=size)
 
 
 def live(state: ClusterState, number: int) -> ClusterState:
@@ -50,12 +52,12 @@ def trained() -> ClusterState:
     return live(state, state.generation)
 
 
-def smaller(state: ClusterState, worker: int, each: int) -> ClusterState:
+def smaller(state: ClusterState, worker: int, size: int) -> ClusterState:
     """``worker`` has lost its last rank for good, and what is left of it has joined and trains."""
     state = next_generation(apply(state, died(worker * SIZE + SIZE - 1)))
     state = live(state, state.generation)
-    for rank in range(worker * SIZE, worker * SIZE + SIZE // each):
-        state = apply(state, joined(rank, each))
+    for rank in range(worker * SIZE, worker * SIZE + size):
+        state = apply(state, joined(rank, size))
     assert worker in state.fresh
     state = offer_generation(state)
     return live(state, state.offered)
@@ -65,7 +67,7 @@ def test_what_is_left_of_a_cell_is_a_fresh_worker_with_a_share():
     state = smaller(trained(), 1, 2)
     assert not state.fresh
     worker = state.workers[1]
-    assert (worker.ranks, worker.missing, worker.share, worker.each) == ((4, 5), (6, 7), 0.5, 2)
+    assert (worker.ranks, worker.missing, worker.share, worker.size) == ((4, 5), (6, 7), 0.5, 2)
     assert state.shapes == ((1, 2),)
     assert state.members == {0, 1, 2, 3, 4, 5, 8, 9, 10, 11}
     assert state.cell_size == SIZE
@@ -76,7 +78,7 @@ def test_it_is_lost_as_a_whole_and_may_come_back_in_any_size():
     lost = apply(smaller(trained(), 0, 2), died(1))
     assert lost.dead == (0,)
     assert lost.workers[0].ranks == (0, 1, 2, 3), "it may be whole again, or smaller still"
-    assert apply(lost, joined(0, 4)).shapes == ((0, 4),)
+    assert apply(lost, joined(0, 1)).shapes == ((0, 1),)
     whole = lost
     for rank in range(4):
         assert 0 not in whole.fresh
@@ -129,7 +131,7 @@ def test_a_returned_rank_that_dies_is_waited_for_again():
 
 events = st.one_of(
     st.builds(died, st.integers(0, SIZE * WORKERS - 1), st.sampled_from([-9, EXIT_FENCED])),
-    st.builds(joined, st.integers(0, SIZE * WORKERS - 1), st.sampled_from([1, 2, 4]), st.integers(1, 3)),
+    st.builds(joined, st.integers(0, SIZE * WORKERS - 1), st.sampled_from([0, 1, 2, 3]), st.integers(1, 3)),
     st.builds(lambda rank: RankReturned(rank=rank), st.integers(0, SIZE * WORKERS - 1)),
     st.sampled_from(["live", "offer", "leave", "recover"]),
 )
@@ -154,7 +156,6 @@ def test_whatever_happens_each_worker_has_its_ranks_once(story):
         for worker in state.workers:
             first = worker.worker * SIZE
             assert worker.ranks + worker.missing == tuple(range(first, first + SIZE))
-            assert SIZE % len(worker.ranks) == 0
             assert worker.share == len(worker.ranks) / SIZE
             assert worker.alive or not worker.missing
         assert state.fresh <= set(state.alive)
@@ -164,17 +165,17 @@ def test_whatever_happens_each_worker_has_its_ranks_once(story):
         assert dict(state.shapes).keys() <= set(state.alive)
 
 
-SHAPES = [{}, {1: 2}, {0: 3, 2: 2}, {0: 6, 1: 3}, {0: 2, 1: 2, 2: 6}]
+SHAPES = [{}, {1: 3}, {0: 2, 2: 3}, {0: 1, 1: 2}, {0: 3, 1: 3, 2: 1}]
 
 
 def cell_of(rank: int, size: int, shapes: dict[int, int], context: int = 1) -> Cell:
     tensor = size // context
     whole = Cell.of(rank, tensor=tensor, context=context, expert_tensor=tensor)
-    return whole.smaller(shapes.get(rank // size, 1))
+    return whole.smaller(shapes.get(rank // size, 0))
 
 
 def members_of(size: int, shapes: dict[int, int]) -> list[int]:
-    return [w * size + index for w in range(WORKERS) for index in range(size // shapes.get(w, 1))]
+    return [w * size + index for w in range(WORKERS) for index in range(shapes.get(w, size))]
 
 
 WHOLE = [
@@ -201,7 +202,8 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
     divisions = whole.divisions(tensor=True)
     assert divisions[0] == 1
     assert divisions[-1] == whole.size // (whole.tensor if whole.expert > 1 else 1)
-    for ours, theirs in product(divisions, divisions):
+    sizes = [whole.size // each for each in divisions]
+    for ours, theirs in product(sizes, sizes):
         here, there = whole.of_worker(0, ours), whole.of_worker(1, theirs)
         for one in there:
             counterparts = {other.rank for other in one.counterparts(0, ours)}
@@ -230,16 +232,70 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
                 assert len({len(ranks) for ranks in having.values()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("ranks", "experts", "tensor"), [(4, 8, 1), (8, 16, 1), (8, 128, 1), (4, 12, 2), (6, 12, 1)]
+)
+def test_ranks_of_an_uneven_gang_have_all_lanes_and_experts_between_them(ranks, experts, tensor):
+    """Beside gangs of any other size: each rank is given all that it needs, once, and of each run by one rank."""
+    job = JobSpec(
+        num_layers=4, pipeline_model_parallel_size=1, tensor_model_parallel_size=tensor, num_microbatches=4,
+        tokens_per_step=1, train_steps=1, expert_model_parallel_size=ranks, num_experts=experts,
+    )  # fmt: skip
+    whole, sizes = job.cell(0), job.cell_sizes
+    assert sizes == tuple(one * tensor for one in range(ranks, 0, -1))
+    for ours, theirs in product(sizes, sizes):
+        among = whole.among({0: ours, 1: theirs})
+        here, there = among.of_worker(0, ours), among.of_worker(1, theirs)
+        assert bool(among.runs) == any(whole.size % one for one in (ours, theirs))
+        for gang in (here, there):
+            assert sum(one.places for one in gang) == whole.size
+            assert sorted(lane for one in gang for lane in one.held_lanes) == sorted([*range(ranks)] * tensor)
+            assert sorted(x for one in gang for x in one.held_experts) == sorted([*range(experts)] * tensor)
+            counts = [len(one.held_experts) for one in gang]
+            assert max(counts) - min(counts) <= 1
+            assert max(len(one.held_lanes) for one in gang) == gang[0].lane_each
+            held = [part for one in gang for part in one.held_parts]
+            assert sorted(held) == [*range(among.parts)] if among.runs or len(gang) == whole.size else held
+        for one in there:
+            counterparts = {other.rank for other in one.counterparts(0, ours)}
+            for cuts in (False, True):
+                gives = {other.rank: other.gives(one, cuts=cuts) for other in here}
+                assert sorted(at for own in gives.values() for at in own) == sorted(one.pieces(cuts))
+                assert {rank for rank, own in gives.items() if own} <= counterparts
+            moves = {other.rank: other.moves(one) for other in here}
+            assert sorted(part for own in moves.values() for part in own) == list(one.held_parts)
+            assert {rank for rank, own in moves.items() if own} <= counterparts
+            assert [one.slot(part) % among.parts for part in one.held_parts] == [*one.held_parts]
+            for parts in {among.full_tensor, among.full_expert_parts}:
+                having = {part: among.having(1, part, parts, theirs) for part in range(parts)}
+                assert [part for part in having if one.rank in having[part]] == sorted(one.own(parts))
+                assert len({len(ranks) for ranks in having.values()}) == 1
+
+
+def test_experts_of_an_uneven_gang_are_spread_evenly_and_lanes_dealt_out_in_turn():
+    gang = Cell.of(8, tensor=1, expert=4, experts=8).smaller(3)
+    ranks = gang.of_worker(1, 3)
+    assert [[*one.held_experts] for one in ranks] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert [[*one.held_lanes] for one in ranks] == [[0, 3], [1], [2]]
+    assert gang.runs == (0, 2, 3, 4, 6)
+    assert [one.of_layer.runs for one in ranks] == [((0, 2), (2, 3)), ((3, 4), (4, 6)), ((6, 8),)]
+    beside = gang.of_worker(0)
+    assert [one.held_parts for one in beside] == [(0,), (1, 2), (3,), (4,)]
+    assert beside[0].among({}).runs == ()
+    assert Cell.of(0, tensor=1, expert=4, experts=4).uneven_sizes == (), "an expert is not divided"
+    assert Cell.of(0, tensor=1, context=4, expert=4, experts=8).uneven_sizes == ()
+
+
 def test_a_rank_of_a_smaller_gang_has_neighbouring_lanes_and_experts():
     """Where Megatron puts the experts of as many expert-parallel ranks as there are then."""
-    halves = Cell.of(0, tensor=2, expert=4).of_worker(1, 2)
+    halves = Cell.of(0, tensor=2, expert=4).of_worker(1, 4)
     assert [one.rank for one in halves] == [8, 9, 10, 11]
     assert [(one.size, one.lanes, one.expert, one.tensor) for one in halves] == [(4, 2, 2, 2)] * 4
     assert [[*one.held_lanes] for one in halves] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [one.held_parts for one in halves] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert [one.expert_ranks for one in halves] == [(8, 10), (9, 11), (8, 10), (9, 11)]
     assert {one.of_layer for one in halves} == {Each(1, 2)}
-    (alone,) = Cell.of(0, tensor=1, expert=4).of_worker(0, 4)
+    (alone,) = Cell.of(0, tensor=1, expert=4).of_worker(0, 1)
     assert ([*alone.held_lanes], alone.held_parts, alone.expert_ranks) == ([0, 1, 2, 3], (0, 1, 2, 3), (0,))
 
 
@@ -248,7 +304,8 @@ def test_context_ranks_are_put_together_first():
     whole = Cell.of(0, tensor=4, context=4)
     assert whole.divisions(tensor=True) == (1, 2, 4, 8, 16)
     assert whole.divisions(tensor=False) == (1, 2, 4)
-    sizes = [(one.tensor, one.context) for one in map(whole.smaller, whole.divisions(tensor=True))]
+    smaller = [whole.smaller(16 // each) for each in whole.divisions(tensor=True)]
+    sizes = [(one.tensor, one.context) for one in smaller]
     assert sizes == [(4, 4), (4, 2), (4, 1), (2, 1), (1, 1)]
     assert Cell.of(0, tensor=1, context=4, context_levels=(2, 2)).divisions(tensor=True) == (1, 4)
     assert Cell.of(0, tensor=2, expert=4).divisions(tensor=True) == (1, 2, 4), "its lanes"
@@ -259,7 +316,7 @@ def test_context_ranks_are_put_together_first():
 
 @pytest.mark.parametrize(
     ("shapes", "context", "tagged"),
-    [*product(SHAPES, [1], [False, True]), *product([{}, {1: 2}, {0: 6, 1: 2}], [2], [False, True])],
+    [*product(SHAPES, [1], [False, True]), *product([{}, {1: 3}, {0: 1, 1: 3}], [2], [False, True])],
 )
 def test_all_of_a_group_know_the_same_of_it(shapes, context, tagged):
     routes = (pipeline_route((0, 1), (2, 4), (0, 1)), pipeline_route((2, 1), (2, 4), (2, 3)))

@@ -1,7 +1,8 @@
 """Cells: which ranks a worker has, and which parts of a layer, a sequence and a batch each of them has.
 
 A whole cell has one *place* for each of its ranks. A smaller cell, which has lost ranks for good, has as many places,
-and each of its ranks fills several of them.
+and its ranks fill them between them. Where its number of ranks divides the whole one's, each fills equally many, side
+by side. An *uneven* gang has any other number: its lanes are dealt out in turn, and its experts are spread evenly.
 """
 
 from __future__ import annotations
@@ -10,39 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
 
-
-class ParallelSizes(Protocol):
-    """The parallel sizes that make up a worker, by Megatron's names."""
-
-    @property
-    def tensor_model_parallel_size(self) -> int: ...
-    @property
-    def context_parallel_size(self) -> int: ...
-    @property
-    def hierarchical_context_parallel_sizes(self) -> Sequence[int] | None: ...
-    @property
-    def expert_model_parallel_size(self) -> int: ...
-    @property
-    def expert_tensor_parallel_size(self) -> int | None: ...
-
+from odyssey_megatron.cluster.shapes import Each, ParallelSizes
+from odyssey_megatron.cluster.slots import Slots
 
 Shapes = Mapping[int, int]
-"""Worker -> the number of places that each of its ranks fills (``Cell.each``), for smaller cells only."""
+"""Worker -> its number of ranks (``Cell.size``), for smaller cells only."""
 NO_SHAPES: Shapes = MappingProxyType({})
-
-
-class Each(NamedTuple):
-    """How much of a layer a rank has, as multiples of what a rank of a whole cell has."""
-
-    shards: int = 1
-    """Of the weights that are cut over tensor-parallel ranks."""
-    experts: int = 1
-    """Of the experts, which are spread over expert-parallel ranks."""
-
-
-ONE = Each()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +44,22 @@ class Cell:
     expert_tensor: int = 0
     """``expert_tensor_parallel_size``: number of ranks that each have a part of the same experts; 0: as ``tensor``."""
     each: int = 1
-    """Number of places of a whole cell that each rank fills; more than 1 in a smaller cell. It is the product of
-    ``context_each``, ``lane_each`` and ``tensor_each``."""
+    """Number of places of a whole cell that each rank fills, or the first ones of an uneven gang; more than 1 in a
+    smaller cell. It is the product of ``context_each``, ``lane_each`` and ``tensor_each``."""
     context_each: int = 1
     """Number of parts of the sequence that each rank has."""
     lane_each: int = 1
-    """Number of a whole cell's lanes whose microbatches each rank computes, for one microbatch of the plan."""
+    """Number of turns in which the lanes of a whole cell are computed, for one microbatch of the plan: each rank has a
+    lane in each, but for the last one of an uneven gang."""
     expert_each: int = 1
-    """Number of a whole cell's expert-parallel ranks whose experts each rank has."""
+    """Number of a whole cell's expert-parallel ranks whose experts each rank has; 1 in an uneven gang."""
+    uneven: int = 0
+    """In an uneven gang, the number of lanes and expert-parallel ranks of a whole one; else 0."""
+    experts: int = 0
+    """``num_moe_experts``; 0 if it is not known, or there are none."""
+    runs: tuple[int, ...] = ()
+    """With an uneven gang in the job (:meth:`among`), the first experts of the *runs*: each gang has all experts of a
+    run on one rank, and each part of a layer has the experts of one run."""
 
     @classmethod
     def of(
@@ -88,14 +71,15 @@ class Cell:
         context_levels: Sequence[int] = (),
         expert: int = 1,
         expert_tensor: int | None = None,
+        experts: int | None = None,
     ) -> Cell:
         """Return the whole cell of ``rank`` for Megatron's sizes.
 
         It has as many ranks as have the whole sequence and all experts between them.
         """
-        sequence, experts = tensor * context, expert * (expert_tensor or tensor)
+        sequence, parts = tensor * context, expert * (expert_tensor or tensor)
         # With one expert-parallel rank Megatron cuts experts like other weights.
-        size = math.lcm(sequence, experts) if expert > 1 else sequence
+        size = math.lcm(sequence, parts) if expert > 1 else sequence
         return cls(
             rank=rank,
             size=size,
@@ -104,11 +88,13 @@ class Cell:
             lanes=size // max(sequence, 1),
             expert=expert,
             expert_tensor=expert_tensor or 0,
+            experts=experts or 0,
         )
 
     @classmethod
     def in_job(cls, rank: int, sizes: ParallelSizes) -> Cell:
         """As :meth:`of`, for an object with Megatron's names: its arguments, its config, or a ``JobSpec``."""
+        experts = getattr(sizes, "num_experts", None) or getattr(sizes, "num_moe_experts", None)
         return cls.of(
             rank,
             tensor=sizes.tensor_model_parallel_size,
@@ -116,6 +102,7 @@ class Cell:
             context_levels=sizes.hierarchical_context_parallel_sizes or (),
             expert=sizes.expert_model_parallel_size,
             expert_tensor=sizes.expert_tensor_parallel_size,
+            experts=experts,
         )
 
     def divisions(self, *, tensor: bool) -> tuple[int, ...]:
@@ -135,15 +122,28 @@ class Cell:
             return (1,)  # the experts of ranks that are put together would not be consecutive
         return tuple(one for one in found if self.expert % one == 0 or one % self.expert == 0)
 
-    def smaller(self, each: int) -> Cell:
-        """Return this whole cell with one rank for every ``each``, which is one of its :meth:`divisions`."""
-        if each == 1:
+    @property
+    def uneven_sizes(self) -> tuple[int, ...]:
+        """The numbers of ranks of uneven gangs that can be made of this whole cell, descending."""
+        if not self.experts > self.expert == self.lanes or self.context > 1 or self.expert_parts != self.size:
+            return ()
+        return tuple(one * self.tensor for one in range(self.lanes - 1, 1, -1) if self.lanes % one)
+
+    def smaller(self, size: int) -> Cell:
+        """Return this whole cell with ``size`` ranks, as of one of its :meth:`divisions`, or of :attr:`uneven_sizes`.
+
+        0: the whole cell.
+        """
+        if size in (0, self.size):
             return self
+        if self.size % size:
+            return self._uneven(size)
+        each = self.size // size
         of_context, of_experts = min(each, self.context), min(each, self.expert)
         of_lanes = min(each // of_context, self.lanes)
         return replace(
             self,
-            size=self.size // each,
+            size=size,
             context=self.context // of_context,
             context_levels=(),
             lanes=self.lanes // of_lanes,
@@ -155,11 +155,36 @@ class Cell:
             expert_each=of_experts,
         )
 
-    def of_worker(self, worker: int, each: int) -> list[Cell]:
-        """Return the cells of all ranks of ``worker``, each of which fills ``each`` places."""
+    def _uneven(self, size: int) -> Cell:
+        lanes = size // self.tensor
+        turns = -(-self.lanes // lanes)
+        made = replace(
+            self,
+            size=size,
+            lanes=lanes,
+            expert=lanes,
+            expert_tensor=0,
+            each=turns,
+            lane_each=turns,
+            uneven=self.lanes,
+        )
+        return made.among({})
+
+    def among(self, shapes: Shapes) -> Cell:
+        """Return this cell in a job with smaller cells of these ``shapes``, which say which :attr:`runs` there are."""
+        sizes = {one for one in (*shapes.values(), self.size) if self.full % one}
+        if not sizes:
+            return replace(self, runs=()) if self.runs else self
+        starts = {*range(0, self.experts, self.experts // self.full_expert)}
+        for size in sizes:
+            starts |= {own[0] for own in Slots.evenly(self.experts, size // self.tensor).held}
+        return replace(self, runs=tuple(sorted(starts)))
+
+    def of_worker(self, worker: int, size: int = 0) -> list[Cell]:
+        """Return the cells of all ranks of ``worker``, which are ``size``; 0: it is whole."""
         whole = self if self.each == 1 else self.whole
-        shaped = replace(whole, rank=worker * self.full).smaller(each)
-        return [replace(shaped, rank=rank) for rank in shaped.ranks]
+        shaped = replace(whole, rank=worker * self.full).smaller(size)
+        return [replace(shaped, rank=rank, runs=self.runs or shaped.runs) for rank in shaped.ranks]
 
     @property
     def whole(self) -> Cell:
@@ -174,12 +199,18 @@ class Cell:
             context_each=1,
             lane_each=1,
             expert_each=1,
+            uneven=0,
         )
 
     @property
     def full(self) -> int:
         """``JobSpec.cell_size``: number of ranks of a whole cell, and of places in any cell."""
-        return self.size * self.each
+        return self.uneven * self.tensor if self.uneven else self.size * self.each
+
+    @property
+    def places(self) -> int:
+        """Number of places of a whole cell that this rank fills: ``each``, or fewer in an uneven gang."""
+        return len(self.held_lanes) if self.uneven else self.each
 
     @property
     def full_context(self) -> int:
@@ -189,12 +220,12 @@ class Cell:
     @property
     def full_lanes(self) -> int:
         """Number of lanes of a whole cell, and so of microbatches that it computes at once."""
-        return self.lanes * self.lane_each
+        return self.uneven or self.lanes * self.lane_each
 
     @property
     def full_expert(self) -> int:
         """``expert_model_parallel_size``."""
-        return self.expert * self.expert_each
+        return self.uneven or self.expert * self.expert_each
 
     @property
     def tensor_each(self) -> int:
@@ -204,6 +235,9 @@ class Cell:
     @property
     def of_layer(self) -> Each:
         """How much of each layer this rank has."""
+        if self.runs:
+            ends = (*self.runs[1:], self.experts)
+            return Each(self.tensor_each, 1, tuple((self.runs[at], ends[at]) for at in self.held_runs))
         return Each(self.tensor_each, self.expert_each)
 
     @property
@@ -244,12 +278,30 @@ class Cell:
 
         In a smaller gang the parts of one rank differ in their experts only.
         """
+        if self.runs:
+            return tuple(self.tensor_rank + self.tensor * at for at in self.held_runs)
         if self.each == 1:
             return (self.index % self.parts,)
         if self.full_expert == 1:
             return tuple(self.held_shards)
         first = self.index // self.tensor % self.expert * self.expert_each
         return tuple(self.tensor_rank + self.tensor * one for one in range(first, first + self.expert_each))
+
+    @property
+    def held_experts(self) -> range:
+        """Which experts of its layers this rank has, where :attr:`experts` is known."""
+        rank = self.index // self.tensor % self.expert
+        if self.uneven:
+            own = Slots.evenly(self.experts, self.expert).held[rank]
+            return range(own[0], own[-1] + 1)
+        count = self.experts // self.expert
+        return range(rank * count, (rank + 1) * count)
+
+    @property
+    def held_runs(self) -> tuple[int, ...]:
+        """Which of the :attr:`runs` of experts this rank has."""
+        own = self.held_experts
+        return tuple(at for at, first in enumerate(self.runs) if first in own)
 
     @property
     def context_rank(self) -> int:
@@ -268,7 +320,9 @@ class Cell:
 
     @property
     def held_lanes(self) -> range:
-        """Which of a whole cell's lanes this rank computes the microbatches of."""
+        """Which of a whole cell's lanes this rank computes the microbatches of, in turn."""
+        if self.uneven:
+            return range(self.lane, self.uneven, self.lanes)
         return range(self.lane * self.lane_each, (self.lane + 1) * self.lane_each)
 
     @property
@@ -278,12 +332,18 @@ class Cell:
 
     @property
     def full_expert_parts(self) -> int:
-        """:attr:`expert_parts` of a whole cell."""
+        """:attr:`expert_parts` of a whole cell; or, with :attr:`runs`, the number of smaller parts of experts."""
+        if self.runs:
+            return self.parts
         return self.expert_parts * self.expert_each * self.tensor_each
 
     @property
     def parts(self) -> int:
-        """Number of different parts of a layer, experts included, that the ranks of a whole cell have."""
+        """Number of different parts of a layer, experts included: those that ranks of a whole cell have, or, with
+        :attr:`runs`, the smaller ones of these.
+        """
+        if self.runs:
+            return len(self.runs) * self.tensor
         return math.lcm(self.tensor, self.expert_parts) * self.expert_each * self.tensor_each
 
     @property
@@ -297,12 +357,22 @@ class Cell:
         return range(worker * self.full, (worker + 1) * self.full)
 
     def slot(self, part: int) -> int:
-        """Return the first of the places this rank fills that has ``part``, as an index in a whole cell."""
+        """Return the first of the places this rank fills that has ``part``, as an index in a whole cell.
+
+        With :attr:`runs` it is ``part`` itself, as a place has several.
+        """
+        if self.runs:
+            return part
         if self.each == 1:
             return self.index
         expert, shard = divmod(part, self.full_tensor)
         first = self.held_lanes[0] * self.full_context + self.held_contexts[0]
         return (first + (expert - first) % self.full_expert) * self.full_tensor + shard
+
+    @property
+    def slots(self) -> int:
+        """One more than the largest :meth:`slot` that any rank may have."""
+        return max(self.full, self.parts)
 
     def fills(self, slot: int) -> bool:
         """Whether the place ``slot`` (an index in a whole cell) is one of those that this rank fills."""
@@ -312,18 +382,18 @@ class Cell:
 
     def own(self, parts: int) -> tuple[int, ...]:
         """Return which parts this rank has of something that is in ``parts`` parts on the ranks of a whole cell."""
-        if self.each == 1:
+        if self.each == 1 and not self.runs:
             return (self.index % parts,)
         return tuple(self.held_shards) if parts == self.full_tensor else self.held_parts
 
-    def having(self, worker: int, part: int, parts: int, each: int = 1) -> tuple[int, ...]:
+    def having(self, worker: int, part: int, parts: int, size: int = 0) -> tuple[int, ...]:
         """Return the ranks of ``worker`` that have ``part`` of something in ``parts`` parts.
 
-        Each rank of ``worker`` fills ``each`` places.
+        ``worker`` has ``size`` ranks; 0: it is whole.
         """
-        if each == 1:
+        if not (size or self.runs):
             return tuple(range(worker * self.full + part, (worker + 1) * self.full, parts))
-        return tuple(one.rank for one in self.of_worker(worker, each) if part in one.own(parts))
+        return tuple(one.rank for one in self.of_worker(worker, size) if part in one.own(parts))
 
     def pieces(self, cuts: bool) -> tuple[int, ...]:
         """Return the numbers of the pieces that this rank has of an activation, in their order there.
@@ -359,21 +429,23 @@ class Cell:
 
         Of several ranks that have the same part only one sends it.
         """
+        if self.runs:
+            return tuple(part for part in other.held_parts if part in self.held_parts)
         return tuple(part for part in other.held_parts if self.fills(other.slot(part)))
 
-    def counterparts(self, worker: int, each: int = 1) -> list[Cell]:
+    def counterparts(self, worker: int, size: int = 0) -> list[Cell]:
         """Return the ranks of ``worker`` with which this one exchanges anything.
 
-        Each rank of ``worker`` fills ``each`` places.
+        ``worker`` has ``size`` ranks; 0: it is whole.
         """
-        if each == self.each:
+        if (size or self.full) == self.size:
             return [replace(self, rank=worker * self.full + self.index)]
 
         def exchange(one: Cell) -> bool:
             ways = ((self, one), (one, self))
             return any(a.moves(b) or a.gives(b, cuts=True) or a.gives(b, cuts=False) for a, b in ways)
 
-        return [one for one in self.of_worker(worker, each) if exchange(one)]
+        return [one for one in self.of_worker(worker, size) if exchange(one)]
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:

@@ -82,8 +82,8 @@ class RankJoined:
     node: int
     incarnation: int
     """The number of processes that were this rank before it."""
-    each: int = 1
-    """Number of places of a whole cell that it fills: more than one in a smaller cell (``cluster.cell.Cell``)."""
+    size: int = 0
+    """Number of ranks of the smaller cell that it joins; 0: a whole one (``cluster.cell.Cell``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,8 +57,12 @@ class JobSpec:
     expert_tensor_parallel_size: int | None = None
     whole_cells_only: str = ""
     """The reason why a cell that has lost ranks does not go on with fewer; empty: it may."""
+    num_experts: int = 0
+    """Number of experts of a layer that has any; 0: none has."""
     whole_shards_only: str = ""
     """The reason why it does not go on with fewer tensor-parallel ranks; empty: it may."""
+    even_gangs_only: str = ""
+    """The reason why a gang goes on only with as many ranks as divide a whole one; empty: it may with others."""
     save_steps: int | None = None
     """Number of steps between two checkpoints; 0: the job saves none; None: not known."""
 
@@ -78,11 +82,19 @@ class JobSpec:
 
     @property
     def cell_sizes(self) -> tuple[int, ...]:
-        """The numbers of ranks that a cell may have, the whole one's first."""
+        """The numbers of ranks that a cell may have, descending: the whole one's first."""
         if self.whole_cells_only:
             return (self.cell_size,)
-        divisions = self.cell(0).divisions(tensor=not self.whole_shards_only)
-        return tuple(self.cell_size // each for each in divisions)
+        cell = self.cell(0)
+        found = [self.cell_size // each for each in cell.divisions(tensor=not self.whole_shards_only)]
+        found += () if self.even_gangs_only else cell.uneven_sizes
+        return tuple(sorted(found, reverse=True))
+
+    @property
+    def experts_of_one(self) -> int:
+        """Number of experts of a layer that each rank of a whole gang has; 0 without gangs."""
+        size = self.expert_model_parallel_size
+        return self.num_experts // size if size > 1 else 0
 
     @property
     def alike_ranks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
 from odyssey_megatron.cluster.events import (
@@ -66,6 +67,8 @@ class WorkerState:
     """Speed relative to a healthy worker with as many ranks; at 0.5 work takes twice the time."""
     share: float = 1.0
     """Number of its ranks relative to a whole cell's."""
+    experts: int = 0
+    """``JobSpec.experts_of_one``."""
     context: int = 1
     """``JobSpec.alike_ranks``: number of ranks of a whole cell that have the same of all layers."""
     missing: tuple[int, ...] = ()
@@ -73,28 +76,45 @@ class WorkerState:
 
     @property
     def pace(self) -> float:
-        """Speed relative to a healthy whole cell; a smaller one is expected to be slower by its share."""
-        return self.speed * self.share
+        """Speed relative to a healthy whole cell."""
+        return self.speed * self.usual_pace
 
     @property
-    def each(self) -> int:
-        """Number of places of a whole cell that each of its ranks fills (:class:`Cell`)."""
-        return (len(self.ranks) + len(self.missing)) // len(self.ranks)
+    def usual_pace(self) -> float:
+        """The :attr:`pace` that it has if it is healthy: a smaller cell computes what a whole one does in turns."""
+        return 1 / self.turns
+
+    @property
+    def size(self) -> int:
+        """Number of ranks if it is a smaller cell; 0: it is whole."""
+        return len(self.ranks) if self.missing else 0
+
+    @property
+    def turns(self) -> int:
+        """The largest number of places of a whole cell that any of its ranks fills (:class:`Cell`)."""
+        return ceil(round(1 / self.share, 6))
 
     @property
     def beside_whole(self) -> Share:
-        """Its capacity relative to a whole cell's; ranks that are alike are put together first (``Cell.divisions``)."""
-        return Share(self.share, 1 / min(self.each, self.context))
+        """Its capacity relative to a whole cell's; ranks that are alike are put together first (``Cell.divisions``).
+
+        A rank of an uneven gang has the activations of as many lanes as there are turns, but not as many experts.
+        """
+        if round(self.share * self.turns, 6) == 1.0:
+            return Share(self.share, 1 / min(self.turns, self.context))
+        kept = ceil(self.experts / self.share) / self.experts if self.experts else 1 / self.share
+        return Share(1 / self.turns, kept / self.turns)
 
     @property
     def whole(self) -> WorkerState:
         """This worker with all its ranks."""
         return replace(self, ranks=self.ranks + self.missing, missing=(), share=1.0)
 
-    def smaller(self, each: int) -> WorkerState:
-        """Return this whole worker with one rank for every ``each``."""
-        size = len(self.ranks) // each
-        return replace(self, ranks=self.ranks[:size], missing=self.ranks[size:], share=1 / each)
+    def smaller(self, size: int) -> WorkerState:
+        """Return this whole worker with ``size`` ranks; 0: with all."""
+        size = size or len(self.ranks)
+        share = size / len(self.ranks)
+        return replace(self, ranks=self.ranks[:size], missing=self.ranks[size:], share=share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +140,7 @@ class ClusterState:
     joining: frozenset[int] = frozenset()
     """Ranks of dead workers that have new processes. A worker lives again when all its ranks are here."""
     joining_smaller: tuple[tuple[int, int], ...] = ()
-    """(rank, ``RankJoined.each``) of those in ``joining`` that wait for a smaller cell to be complete, ascending."""
+    """(rank, ``RankJoined.size``) of those in ``joining`` that wait for a smaller cell to be complete, ascending."""
     returned: frozenset[int] = frozenset()
     """Ranks that are here again, but whose worker is a smaller cell that trains without them."""
     leaving: frozenset[int] = frozenset()
@@ -156,8 +176,8 @@ class ClusterState:
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(worker, ``WorkerState.each``) of the living workers that are smaller cells, ascending."""
-        return tuple((w.worker, w.each) for w in self.workers if w.alive and w.missing)
+        """(worker, number of ranks) of the living workers that are smaller cells, ascending."""
+        return tuple((w.worker, w.size) for w in self.workers if w.alive and w.missing)
 
     @property
     def can_be_whole(self) -> frozenset[int]:
@@ -205,14 +225,14 @@ class ClusterState:
 
 
 def initial_state(
-    *, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1, context: int = 1
+    *, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1, context: int = 1, experts: int = 0
 ) -> ClusterState:
     """Return the state at the start of a job, with all ranks alive.
 
     Args:
         nodes: ``nodes[r]`` is the node of rank r; a worker's node is that of its first rank.
         cell_size: number of ranks of a whole cell.
-        context: see :class:`WorkerState`.
+        context, experts: see :class:`WorkerState`.
     """
     size = cell_size
     workers = tuple(
@@ -221,6 +241,7 @@ def initial_state(
             node=nodes[first],
             ranks=tuple(range(first, first + size)),
             context=context,
+            experts=experts,
             other_nodes=tuple(sorted({*nodes[first : first + size]} - {nodes[first]})),
         )
         for first in range(0, len(nodes), size)
@@ -359,10 +380,10 @@ def _join(state: ClusterState, event: RankJoined) -> ClusterState:
         return state
     known = {**dict(state.incarnations), event.rank: event.incarnation}
     joining = state.joining | {event.rank}
-    smaller = {**dict(state.joining_smaller), event.rank: event.each}
+    smaller = {**dict(state.joining_smaller), event.rank: event.size}
     workers, fresh = state.workers, state.fresh
-    cell = worker.smaller(event.each)
-    if all(rank in joining and smaller.get(rank, 1) == event.each for rank in cell.ranks):
+    cell = worker.smaller(event.size)
+    if all(rank in joining and smaller.get(rank, 0) == event.size for rank in cell.ranks):
         joining -= set(cell.ranks)
         fresh |= {worker.worker}
         node = worker.node if worker.other_nodes else event.node
@@ -379,8 +400,8 @@ def _join(state: ClusterState, event: RankJoined) -> ClusterState:
     )
 
 
-def _of_smaller(each: Mapping[int, int], joining: Collection[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted((rank, one) for rank, one in each.items() if one > 1 and rank in joining))
+def _of_smaller(sizes: Mapping[int, int], joining: Collection[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((rank, size) for rank, size in sizes.items() if size and rank in joining))
 
 
 def _die(state: ClusterState, event: RankDied) -> ClusterState:
@@ -393,7 +414,7 @@ def _die(state: ClusterState, event: RankDied) -> ClusterState:
 def _kill(state: ClusterState, ranks: set[int], t_s: float) -> ClusterState:
     hit = {w.worker for w in state.workers if w.alive and ranks & set(w.ranks)}
     # The other ranks of a fresh cell that is hit have lost nothing: they wait again until it is complete.
-    rest = {rank: w.each for w in state.workers if w.worker in hit & state.fresh for rank in w.ranks}
+    rest = {rank: w.size for w in state.workers if w.worker in hit & state.fresh for rank in w.ranks}
     joining = (state.joining | rest.keys()) - ranks
     if joining != state.joining:
         smaller = dict(state.joining_smaller) | rest

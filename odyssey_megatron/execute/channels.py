@@ -135,7 +135,7 @@ class Channels:
         here, sends = self._cell, transfer.source == self._cell.worker
         other = transfer.target if sends else transfer.source
         found = []
-        for there in here.counterparts(other, self._shapes.get(other, 1)):
+        for there in here.counterparts(other, self._shapes.get(other, 0)):
             source, target = (here, there) if sends else (there, here)
             where = self._of_moves(transfer, number, there.rank)
             found += [Way(part, target.slot(part), there.rank, where) for part in source.moves(target)]
@@ -157,13 +157,13 @@ class Channels:
             here, cuts = self._cell, self._cuts
             self._ends[peer] = [
                 (there.rank, here.gives(there, cuts=cuts), there.gives(here, cuts=cuts))
-                for there in here.counterparts(peer, self._shapes.get(peer, 1))
+                for there in here.counterparts(peer, self._shapes.get(peer, 0))
             ]
         return self._ends[peer]
 
     def alike(self, worker: int) -> bool:
         """Return whether ``worker`` has as many ranks as this one, so that each has one counterpart there."""
-        return self._shapes.get(worker, 1) == self._cell.each
+        return (self._shapes.get(worker, 0) or self._cell.full) == self._cell.size
 
     def send_beside(self, peer: int, tensor: torch.Tensor) -> Any:
         """Send a message that belongs to no program to worker ``peer``, which is :meth:`alike`. Returns its work."""

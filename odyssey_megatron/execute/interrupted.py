@@ -97,7 +97,7 @@ def what_is_left(
     """
     taken_up = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
     counted = torch.tensor([taken_up], dtype=torch.int32)
-    total = torch.cat([progress.table.int().flatten(), counted]) * cell.each
+    total = torch.cat([progress.table.int().flatten(), counted]) * cell.places
     dist.all_reduce(total, group=group)
     *flat, taken_up = (total // cell.full).tolist()
     width = plan.layout.num_layers

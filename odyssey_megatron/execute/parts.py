@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.interpreter import Compute
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
@@ -37,6 +38,10 @@ class Model(Compute, Protocol):
         """Whether the job, whatever this cell does, cuts activations along the first dimension into a piece
         for each tensor-parallel rank.
         """
+        ...
+
+    def take_cell(self, cell: Cell) -> None:
+        """Number parts as in ``cell``, which is this rank's among the smaller cells of a new generation."""
         ...
 
     def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None: ...

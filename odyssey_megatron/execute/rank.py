@@ -196,7 +196,7 @@ class RankRuntime:
         if self._ran_out:
             self._ran_out = False
             torch.cuda.empty_cache()  # what it keeps in pieces for tensors of other shapes
-        self._assignment = assignment = Assignment(generation=generation, cell=self._cell)
+        self._assignment = assignment = Assignment.of(generation, self._cell)
         self._position.joins = assignment.is_fresh
         if assignment.is_fresh:
             self._model.forget()
@@ -253,6 +253,7 @@ class RankRuntime:
 
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
         assignment, model = self._assigned, self._model
+        model.take_cell(assignment.cell)
         if assignment.is_first:
             model.create_layers(assignment.held, assignment.kept)
             for name in (WORLD,) if self._tagged else assignment.timed_pair:
@@ -267,7 +268,7 @@ class RankRuntime:
         self._slow.times = self._measured.link or self._slow.times
         channels = Channels(
             self._groups.entered,
-            cell=self._cell,
+            cell=assignment.cell,
             num_layers=assignment.layout.num_layers,
             tagged=self._tagged,
             shapes=assignment.shapes,
@@ -301,7 +302,7 @@ class RankRuntime:
             raise OutOfMemory(f"out of memory in {step_name(self.committed)}: {text}") from None
 
     def _interpreter(self, channels: Channels, weights: Weights) -> Interpreter:
-        groups, cell, layout = self._groups, self._cell, self._assigned.layout
+        groups, cell, layout = self._groups, self._assigned.cell, self._assigned.layout
         return Interpreter(
             self._model,
             channels,

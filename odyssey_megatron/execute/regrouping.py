@@ -62,7 +62,7 @@ class Regrouping:
         if (entered := self._entered) is None:
             # This rank has left the generation that the offered one was to follow, so nobody will enter that.
             return
-        named = Assignment(generation=offered, cell=self._cell).groups(tagged=self._tagged)
+        named = Assignment.of(offered, self._cell).groups(tagged=self._tagged)
         self._offers.prepare(
             offered.number, lambda: self._build(offered.number, named, entered.communicators)
         )
@@ -154,9 +154,9 @@ class Regrouping:
 
         See ``Cell.slot``. The second value is the number of these ranks for each holder.
         """
-        parts = self._cell.parts
+        parts = assignment.cell.parts
         (block,) = (one for one in assignment.layout.blocks() if (one.first, one.last) == (first, last))
-        ranks = membership.ranks_of_holders(block, self._cell, assignment.shapes, parts)
+        ranks = membership.ranks_of_holders(block, assignment.cell, assignment.shapes, parts)
         return self.entered[membership.block_group_name(first, last, slot % parts, parts)], ranks
 
     @property

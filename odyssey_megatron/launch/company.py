@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import RankReturned
 from odyssey_megatron.errors import ControlPlaneLost, Fenced, JobStopped
 from odyssey_megatron.launch import control as keys
@@ -21,14 +22,14 @@ class Company:
     processes it has met.
     """
 
-    def __init__(self, *, rank: int, incarnation: int, each: int = 1, control: Control, watch: Watch):
-        """``each`` is the number of places of a whole cell that this rank fills."""
-        self._rank, self._incarnation, self._each = rank, incarnation, each
-        self._own = f"{incarnation}/{each}".removesuffix("/1")
+    def __init__(self, *, rank: int, incarnation: int, size: int = 0, control: Control, watch: Watch):
+        """``size`` is the number of ranks of the smaller cell that this rank is in; 0: of a whole one."""
+        self._rank, self._incarnation, self._size = rank, incarnation, size
+        self._own = f"{incarnation}/{size}".removesuffix("/0")
         self._control, self._watch = control, watch
 
-    def meet(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Wait until new processes of all ``ranks``, this rank's cell, are here, and return their incarnations.
+    def meet(self, cell: Cell) -> tuple[int, ...]:
+        """Wait until new processes of all ranks of ``cell``, this rank's, are here, and return their incarnations.
 
         That may take as long as the job; until then this rank stands by. If a smaller cell is training without this
         rank, it reports that it is back.
@@ -38,17 +39,18 @@ class Company:
             JobStopped: The job ended first.
             Fenced: The cell is to have another size, or its node was asked to leave.
         """
+        ranks = cell.ranks
         here = [keys.here_key(rank) for rank in ranks]
         self._control.put(keys.here_key(self._rank), self._own)
         returned = False
         while True:
-            self._check_size(len(ranks) * self._each)
+            self._check_size(cell.full)
             said = self._control.read(here) if self._control.has(here) else []
-            found = [(one.partition("/")[0], int(one.partition("/")[2] or 1)) for one in said if one]
-            complete = len(found) == len(here) and all(each == self._each for _, each in found)
+            found = [(one.partition("/")[0], int(one.partition("/")[2] or 0)) for one in said if one]
+            complete = len(found) == len(here) and all(size == self._size for _, size in found)
             if complete and not self._leaving(ranks, said) and self._keep(here, said):
                 return tuple(int(incarnation) for incarnation, _ in found)
-            if self._each == 1 and not returned and any(each > 1 for _, each in found):
+            if not self._size and not returned and any(size for _, size in found):
                 returned = True
                 self._control.send(RankReturned(rank=self._rank))
             if self._control.has([keys.VERDICT]):
@@ -58,9 +60,9 @@ class Company:
             time.sleep(_LOOKS_EVERY_S)
 
     def _check_size(self, full: int) -> None:
-        """Raise Fenced if this rank is to fill another number of places. ``full``: number of ranks of a whole cell."""
-        wanted = int(self._control.peek(keys.places_key(self._rank // full)) or 1)
-        if self._each != (wanted if self._rank % full < full // wanted else 1):
+        """Raise Fenced if its cell is to have another number of ranks. ``full``: that of a whole cell."""
+        wanted = int(self._control.peek(keys.places_key(self._rank // full)) or 0)
+        if self._size != (wanted if self._rank % full < wanted else 0):
             raise Fenced(f"the cell of rank {self._rank} is to have another size")
 
     def _leaving(self, ranks: Sequence[int], said: Sequence[str]) -> bool:

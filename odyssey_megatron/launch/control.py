@@ -122,7 +122,7 @@ def company_key(rank: int) -> str:
 
 
 def places_key(worker: int) -> str:
-    """Return the key at which an agent says how many places of a whole cell each process of ``worker`` is to fill."""
+    """Return the key at which an agent says how many ranks ``worker`` is to have; 0: all."""
     return f"places/{worker}"
 
 

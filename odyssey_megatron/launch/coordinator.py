@@ -168,6 +168,7 @@ class Coordinator:
                 started_s=job.cluster.started_s,
                 cell_size=spec.cell_size,
                 context=spec.alike_ranks,
+                experts=spec.experts_of_one,
             )
             self._job = job = replace(job, cluster=cluster)
             decided = self._planner.start(spec, cluster, posted["profile"])

@@ -13,8 +13,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.cell import Cell, ParallelSizes
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.events import Ask, GenerationLive, OfferFailed, RankFinished, RankJoined, Retry
+from odyssey_megatron.cluster.shapes import ParallelSizes
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
     ConfigError,
@@ -62,13 +63,13 @@ class Member:
         watch: Control,
         config: OdysseyConfig,
         incarnation: int = 0,
-        each: int = 1,
+        size: int = 0,
         heartbeat: Heartbeat | None = None,
         journal: Journal | None = None,
     ):
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
-        self.each = each
-        """Number of places of a whole cell that this rank fills, as its agent has told it: see ``Cell``."""
+        self.size = size
+        """Number of ranks of the smaller cell that this rank is in, as its agent has told it; 0: of a whole one."""
         self.ran_out = False
         """Whether this rank has run out of memory and entered no generation since."""
         self.agreed_s: float | None = None
@@ -96,7 +97,7 @@ class Member:
             timeout_s=config.store_timeout_s,
         )
         self.company = Company(
-            rank=rank, incarnation=incarnation, each=each, control=control, watch=self._watch
+            rank=rank, incarnation=incarnation, size=size, control=control, watch=self._watch
         )
         self._entering = Entering(
             rank=rank,
@@ -125,7 +126,7 @@ class Member:
 
     def cell(self, sizes: ParallelSizes) -> Cell:
         """Return this rank's cell in a job of these sizes: a smaller cell if it has lost ranks for good."""
-        return Cell.in_job(self.rank, sizes).smaller(self.each)
+        return Cell.in_job(self.rank, sizes).smaller(self.size)
 
     @property
     def heard_s(self) -> float:
@@ -144,7 +145,7 @@ class Member:
         if self._watch.lost is not None:
             raise self._watch.lost
         self._control.send(
-            RankJoined(rank=self.rank, node=node, incarnation=self.incarnation, each=self.each)
+            RankJoined(rank=self.rank, node=node, incarnation=self.incarnation, size=self.size)
         )
         answer = keys.welcome_key(self.rank, self.incarnation)
         self.starting.wait([answer], "the coordinator has not welcomed it")
@@ -161,7 +162,7 @@ class Member:
         environment.die_with(int(env["ODYSSEY_PARENT_PID"]))
         host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
         rank, incarnation = int(env["RANK"]), int(env.get("ODYSSEY_INCARNATION", "0"))
-        each = int(env.get("ODYSSEY_PLACES", "1"))
+        size = int(env.get("ODYSSEY_CELL_SIZE", "0"))
         # The heartbeat begins before the connections are made: from here on the agent notices a hang.
         heartbeat = Heartbeat(env["ODYSSEY_HEARTBEAT"], int(env["ODYSSEY_SLOT"]), config.heartbeat_s)
         if env.get("ODYSSEY_ON_SIGTERM") in ("save", "leave"):
@@ -185,7 +186,7 @@ class Member:
             watch=watch,
             config=config,
             incarnation=incarnation,
-            each=each,
+            size=size,
             heartbeat=heartbeat,
             journal=journal,
         )

@@ -1,10 +1,11 @@
 """Which rank of a node runs in which slot, and what becomes of cells that have lost ranks for good.
 
-The ranks left of such a cell join again as a smaller cell, whose number of ranks divides that of a whole cell, if the
-job allows that. The other ranks that are left stand by: their processes join, and wait for the rest of their cell. With
-two broken cells on a node, one can be completed: its missing rank is started in the slot of a rank of the other cell
-that stood by. For the job that rank has come back; only the agent knows that it is in another slot. A smaller cell
-always consists of the first ranks of its worker, whichever of them are lost: these start in the slots that are left.
+The ranks left of such a cell join again as a smaller cell, of the largest number of ranks that the job allows
+(``JobSpec.cell_sizes``). The other ranks that are left stand by: their processes join, and wait for the rest of their
+cell. With two broken cells on a node, one can be completed: its missing rank is started in the slot of a rank of the
+other cell that stood by. For the job that rank has come back; only the agent knows that it is in another slot. A
+smaller cell always consists of the first ranks of its worker, whichever of them are lost: these start in the slots that
+are left.
 
 A cell with a slow rank may go on without it in the same way. No rank is lost then, and the slow slot is given to the
 last ranks of the cell, which stand by.
@@ -32,7 +33,7 @@ def completed(
         slots: Rank -> slot, for the ranks that have one.
         lost: The ranks that have lost their slot.
         cell_size: The number of ranks of a whole cell.
-        smaller: Worker -> the number of places that each rank fills, for workers that train as smaller cells.
+        smaller: Worker -> its number of ranks, for workers that train as smaller cells.
     """
     broken: dict[int, list[int]] = {}
     for rank in sorted(lost):
@@ -46,7 +47,7 @@ def completed(
         spares = [
             slots[rank]
             for worker in others
-            for rank in numbers(worker, cell_size)[cell_size // smaller[worker] if worker in smaller else 0 :]
+            for rank in numbers(worker, cell_size)[smaller.get(worker, 0) :]
             if rank in slots
         ]
         if len(spares) >= len(broken[whole]):
@@ -62,8 +63,8 @@ def shrunk(slots: Mapping[int, int], worker: int, sizes: Sequence[int]) -> tuple
         sizes: ``JobSpec.cell_sizes``.
 
     Returns:
-        The number of places of a whole cell that each rank fills, 0 if too few ranks are left; and missing rank -> the
-        rank in whose slot it starts, so that the smaller cell consists of the first ranks.
+        Its number of ranks, 0 if too few are left; and missing rank -> the rank in whose slot it starts, so that the
+        smaller cell consists of the first ranks.
     """
     cell_size = max(sizes)
     of_cell = numbers(worker, cell_size)
@@ -72,7 +73,7 @@ def shrunk(slots: Mapping[int, int], worker: int, sizes: Sequence[int]) -> tuple
     if not size:
         return 0, {}
     lacking = [rank for rank in of_cell[:size] if rank not in slots]
-    return cell_size // size, dict(zip(lacking, reversed(left), strict=False))
+    return size, dict(zip(lacking, reversed(left), strict=False))
 
 
 def numbers(worker: int, cell_size: int) -> range:
@@ -113,9 +114,7 @@ class Places:
         self._began_with = frozenset(slots)
         self._lost: list[int] = []
         self._smaller: dict[int, int] = {}
-        """Worker -> number of places of a whole cell that each of its ranks fills, for those that go on as smaller
-        cells.
-        """
+        """Worker -> its number of ranks, for those that go on as smaller cells."""
         self._aside: set[int] = set()
         """The workers of these that have lost no rank, and go on without slow ranks, which stand by."""
 
@@ -146,12 +145,12 @@ class Places:
         return moves, grown
 
     def can_shrink(self, worker: int, sizes: Sequence[int]) -> int:
-        """Return how many places each rank left of ``worker`` would fill, if its cell has to change; 0 if not.
+        """Return how many ranks ``worker`` would have as a smaller cell, if its cell has to change; 0 if not.
 
         It has to change if it is to have another size, or ranks have to move. ``sizes`` are ``JobSpec.cell_sizes``.
         """
-        each, moves = shrunk(self._slots, worker, sizes)
-        return 0 if each == self._smaller.get(worker, 1) and not moves else each
+        size, moves = shrunk(self._slots, worker, sizes)
+        return 0 if size == self._smaller.get(worker, max(sizes)) and not moves else size
 
     def living(self, worker: int, cell_size: int) -> list[int]:
         """Return the ranks that are left of ``worker``."""
@@ -161,8 +160,8 @@ class Places:
         """Whether ``worker`` was a smaller cell until now and has too few ranks left for any: it stands by from now
         on.
         """
-        each, _ = shrunk(self._slots, worker, sizes)
-        if each:
+        size, _ = shrunk(self._slots, worker, sizes)
+        if size:
             return False
         self._aside.discard(worker)
         return self._smaller.pop(worker, 0) > 0
@@ -175,15 +174,15 @@ class Places:
 
     def shrink(self, worker: int, sizes: Sequence[int]) -> list[Move]:
         """Have what is left of ``worker`` go on as a smaller cell; return the moves for that."""
-        each, moves = shrunk(self._slots, worker, sizes)
-        self._smaller[worker] = each
+        size, moves = shrunk(self._slots, worker, sizes)
+        self._smaller[worker] = size
         return [self._move(missing, spare) for missing, spare in moves.items()]
 
     def set_aside(self, worker: int, slow: Collection[int], sizes: Sequence[int]) -> int:
         """Have ``worker``, a whole cell, go on as a smaller one without its ``slow`` ranks.
 
-        A rank of the smaller cell that would be in a slow slot changes slots with one that stands by. Return the number
-        of places that each rank fills; 0 if the cell stays whole.
+        A rank of the smaller cell that would be in a slow slot changes slots with one that stands by. Return its number
+        of ranks; 0 if the cell stays whole.
         """
         of_cell = numbers(worker, max(sizes))
         size = largest_cell(sizes, len(of_cell) - len(slow))
@@ -193,9 +192,9 @@ class Places:
         others = [rank for rank in of_cell[size:] if rank not in slow]
         for one, other in zip(within, reversed(others), strict=False):
             self._slots[one], self._slots[other] = self._slots[other], self._slots[one]
-        self._smaller[worker] = each = len(of_cell) // size
+        self._smaller[worker] = size
         self._aside.add(worker)
-        return each
+        return size
 
     def take_back(self, worker: int, cell_size: int) -> bool:
         """Make ``worker`` a whole cell again, if only slow ranks of it stood by; return whether it is whole now."""
@@ -218,7 +217,7 @@ class Places:
         """Whether any cell goes on as a smaller one."""
         return bool(self._smaller)
 
-    def filled(self, rank: int, cell_size: int) -> int:
-        """Return the number of places of a whole cell that a new process of ``rank`` fills: 1 if it stands by."""
-        each = self._smaller.get(rank // cell_size, 1)
-        return each if rank % cell_size < cell_size // each else 1
+    def size_of(self, rank: int, cell_size: int) -> int:
+        """Return the number of ranks of the smaller cell that a new process of ``rank`` is in; 0 if it is in none."""
+        size = self._smaller.get(rank // cell_size, 0)
+        return size if rank % cell_size < size else 0

@@ -37,7 +37,7 @@ def forget_smaller(control: Control, ranks: Sequence[int]) -> None:
     """Have the cells of ``ranks`` begin as whole cells: their node is a new one, which has lost no rank."""
     if (job := _job(control)) is not None:
         for worker in {rank // job.cell_size for rank in ranks}:
-            control.put(keys.places_key(worker), "1")
+            control.put(keys.places_key(worker), "0")
 
 
 def _job(control: Control) -> JobSpec | None:
@@ -140,7 +140,7 @@ class Respawn:
         for move in moves:
             self._start_in_place(move, now_s)
         if grown is not None:
-            self._control.put(keys.places_key(grown), "1")
+            self._control.put(keys.places_key(grown), "0")
 
     def _arrange(self, rank: int) -> None:
         """Have the cell of ``rank`` come back in the shape that is wanted, if that is why it has left."""
@@ -155,37 +155,37 @@ class Respawn:
         wanted, living = from_json(ComesBack, text), self._places.living(worker, size)
         if not wanted.without:
             if self._places.take_back(worker, size):
-                self._control.put(keys.places_key(worker), "1")
+                self._control.put(keys.places_key(worker), "0")
             return
         known = tuple(self._incarnations.get(one, first_incarnation()) for one in living)
         running = all(one == rank or self._places.slot(one) in self._running for one in living)
         if known != wanted.incarnations or not running or not self._places.is_all_here(worker, size):
             return  # the cell has lost a rank before it could leave, and comes back as it was
-        if each := self._places.set_aside(worker, wanted.without, job.cell_sizes):
-            self._control.put(keys.places_key(worker), str(each))
-            left = list(numbers(worker, size)[: size // each])
-            self._journal.event("cell_shrinks", ranks=left, whole=size, echo=True)
+        if left := self._places.set_aside(worker, wanted.without, job.cell_sizes):
+            self._control.put(keys.places_key(worker), str(left))
+            ranks = list(numbers(worker, size)[:left])
+            self._journal.event("cell_shrinks", ranks=ranks, whole=size, echo=True)
 
     def _shrink(self, now_s: float, job: JobSpec, worker: int) -> None:
         """Have what is left of ``worker`` go on as a smaller cell, if it has to be another one than it is."""
         ranks = numbers(worker, job.cell_size)
         if not self._shrinks:
             return
-        each = self._places.can_shrink(worker, job.cell_sizes)
+        size = self._places.can_shrink(worker, job.cell_sizes)
         living = self._places.living(worker, job.cell_size)
         if self._places.too_few(worker, job.cell_sizes):
-            self._control.put(keys.places_key(worker), "1")
+            self._control.put(keys.places_key(worker), "0")
         why = job.whole_cells_only or job.whole_shards_only
         if why and living and len(living) < min(job.cell_sizes):
             say(
                 f"[odyssey] ranks {living} of {list(ranks)} stand by, and do not go on as a smaller cell: {why}"
             )
-        if not each or not self._places.is_all_here(worker, job.cell_size):
+        if not size or not self._places.is_all_here(worker, job.cell_size):
             return
-        self._control.put(keys.places_key(worker), str(each))
+        self._control.put(keys.places_key(worker), str(size))
         for move in self._places.shrink(worker, job.cell_sizes):
             self._start_in_place(move, now_s)
-        left = list(ranks[: job.cell_size // each])
+        left = list(ranks[:size])
         self._journal.event("cell_shrinks", ranks=left, whole=job.cell_size, echo=True)
 
     def _start_in_place(self, move: Move, now_s: float) -> None:
@@ -223,7 +223,7 @@ class Respawn:
         names = {
             "RANK": str(rank),
             "ODYSSEY_INCARNATION": str(incarnation),
-            "ODYSSEY_PLACES": str(self._filled(rank)),
+            "ODYSSEY_CELL_SIZE": str(self._smaller_size(rank)),
         }
         with forking(self._zygote):
             handler = multiprocessing_api.get_subprocess_handler(
@@ -241,6 +241,6 @@ class Respawn:
         )
         return process, incarnation
 
-    def _filled(self, rank: int) -> int:
+    def _smaller_size(self, rank: int) -> int:
         job = _job(self._control) if self._places.has_smaller else None
-        return 1 if job is None else self._places.filled(rank, job.cell_size)
+        return 0 if job is None else self._places.size_of(rank, job.cell_size)

@@ -46,11 +46,11 @@ class SlowWorkers:
         These stay slow even without a verdict: if times have become noisier nothing is certain, so nothing is over.
         """
         return {
-            one.worker: one.speed * one.share
+            one.worker: one.speed * one.usual_pace
             for one in state.workers
             if one.alive
             and one.speed < 1.0
-            and diagnosis.factors.get(one.worker, 1.0) * one.share >= one.speed**-OVER
+            and diagnosis.factors.get(one.worker, 1.0) * one.usual_pace >= one.speed**-OVER
         }
 
     def _confirmed(self, diagnosis: Diagnosis) -> dict[int, float]:
@@ -124,12 +124,12 @@ def changes(state: ClusterState, slow: Mapping[int, float]) -> dict[int, float]:
     Small changes do not count, so that plans do not flap.
 
     Args:
-        slow: Slow worker -> speed relative to a whole cell. A smaller cell is healthy if it is as fast as its share of
-            a whole one.
+        slow: Slow worker -> speed relative to a whole cell. A smaller cell is healthy if it is as fast as the turns
+            that it takes make it.
     """
     found = {}
     for worker in state.workers:
-        speed = slow.get(worker.worker, worker.share) / worker.share
+        speed = slow.get(worker.worker, worker.usual_pace) / worker.usual_pace
         if not worker.alive or worker.worker in state.fresh:
             continue
         if speed != 1.0 and max(speed, 1 / speed) < LEAST_SLOWNESS:

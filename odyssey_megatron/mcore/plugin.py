@@ -207,7 +207,7 @@ class Session:
         self.post(spec, self._profile(job))
         own = self.member.cell(spec)
         if self.member.joins and own.full > 1:
-            self.member.company.meet(own.ranks)
+            self.member.company.meet(own)
         cell = self._take_cell(own, job.model)
         model = self._model(job, own, cell)
         model.microbatches.balance = self._balance(job, places=spec.num_microbatches)
@@ -350,6 +350,8 @@ class Session:
             optimizer_copies=job.optimizer_copies,
             whole_cells_only=kept.whole,
             whole_shards_only=kept.shards,
+            even_gangs_only=kept.even,
+            num_experts=config.num_moe_experts or 0,
             least_holders=self.config.least_holders,
             eager_forwards=self.config.eager_forwards,
             slower_for_memory=self.config.slower_for_memory,

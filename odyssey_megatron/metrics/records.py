@@ -101,8 +101,7 @@ A field means the same in each event: ``dead`` is a list of ranks everywhere, an
 them has died of (``cell``: another rank of its cell has).
 
 - ``decision``: one that is ``planned`` is an offer, and counts once it was ``switched`` to. ``cell_size``:
-  the number of ranks of a whole worker. ``shapes``: [worker, places that each of its ranks fills] for smaller
-  ones.
+  the number of ranks of a whole worker. ``shapes``: [worker, number of ranks] for smaller ones.
 - ``generation_agreed``: ``agreed_s`` by the clock of the job's host; see ``generation_started``.
 - ``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``.
 - ``slowness``: something makes steps longer, or no longer does. ``slow_ranks``: those of a slow worker; its

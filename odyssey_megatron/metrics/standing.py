@@ -112,9 +112,9 @@ def standing(events: Sequence[JournalEvent], world_size: int) -> JobStanding:
     cell = max(1, decided[first].get("cell_size", 1))
     hosts, (dead, joining) = nodes_of(events), _dead(events)
     workers = range(-(-world_size // cell))
-    each = dict(decided[current].get("shapes") or ())
+    sizes = dict(decided[current].get("shapes") or ())
     ranks = {
-        worker: tuple(range(worker * cell, min(worker * cell + cell // each.get(worker, 1), world_size)))
+        worker: tuple(range(worker * cell, min(worker * cell + sizes.get(worker, cell), world_size)))
         for worker in workers
     }
     gone = frozenset(worker for worker in workers if dead & set(ranks[worker]))

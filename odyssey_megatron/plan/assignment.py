@@ -25,6 +25,11 @@ class Assignment:
     generation: Generation
     cell: Cell
 
+    @classmethod
+    def of(cls, generation: Generation, cell: Cell) -> Assignment:
+        """Return the part of the rank of ``cell``, whatever smaller cells there were when it was made."""
+        return cls(generation=generation, cell=cell.among(dict(generation.shapes)))
+
     @property
     def number(self) -> int:
         """The generation's number."""

@@ -51,8 +51,7 @@ class Generation:
     """Ranks that hold nothing yet. Those that are members begin with this generation; the others wait for the next
     offer, or for the rest of their cell."""
     shapes: tuple[tuple[int, int], ...] = ()
-    """(worker, number of places that each of its ranks fills) of the living smaller cells (``cluster.cell.Cell``),
-    ascending."""
+    """(worker, number of ranks) of the living smaller cells (``cluster.cell.Cell``), ascending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

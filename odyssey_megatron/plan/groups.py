@@ -135,7 +135,7 @@ def group_members(
         program = plan.program(cell.worker)
         for between, ends in _channels_of(cell.worker, program, plan.transfers, beside=beside).items():
             other = ends[ends[0] == cell.worker]
-            for one in cell.counterparts(other, shapes.get(other, 1)):
+            for one in cell.counterparts(other, shapes.get(other, 0)):
                 groups[cell.named(between, one.rank)] = (min(cell.rank, one.rank), max(cell.rank, one.rank))
     for block in plan.layout.blocks():
         if cell.worker in block.holders:
@@ -149,7 +149,7 @@ def groups_of_block(block: Block, cell: Cell, shapes: Shapes = NO_SHAPES) -> dic
     groups = {}
     for parts in {cell.full_tensor, cell.full_expert_parts, cell.parts}:
         for part in cell.own(parts):
-            having = (cell.having(one, part, parts, shapes.get(one, 1)) for one in block.holders)
+            having = (cell.having(one, part, parts, shapes.get(one, 0)) for one in block.holders)
             ranks = tuple(rank for one in having for rank in one)
             if len(ranks) > 1:
                 groups[block_group_name(block.first, block.last, part, parts)] = ranks
@@ -159,7 +159,7 @@ def groups_of_block(block: Block, cell: Cell, shapes: Shapes = NO_SHAPES) -> dic
 def ranks_of_holders(block: Block, cell: Cell, shapes: Shapes, parts: int) -> tuple[int, ...]:
     """Return the number of ranks that each holder of ``block`` has in a group for one of ``parts`` parts of it."""
     part = cell.own(parts)[0]
-    return tuple(len(cell.having(one, part, parts, shapes.get(one, 1))) for one in block.holders)
+    return tuple(len(cell.having(one, part, parts, shapes.get(one, 0))) for one in block.holders)
 
 
 def pair(members: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:

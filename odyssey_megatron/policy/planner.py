@@ -245,8 +245,8 @@ class PolicyPlanner:
         if self._config.shrink == "off":
             raise PlanInfeasible("--odyssey-shrink off")
         cell = state.workers[worker]
-        each = replacing.places_each(self._job, cell, len(without))
-        left = replace(cell.smaller(each), speed=1.0)
+        size = replacing.size_without(self._job, cell, len(without))
+        left = replace(cell.smaller(size), speed=1.0)
         workers = tuple(left if one.worker == worker else one for one in state.workers)
         decided = self._going_on(
             without_fresh(replace(state, workers=workers)),
@@ -258,7 +258,7 @@ class PolicyPlanner:
         )
         step_s = next(row.step_s for row in decided.rows if row.chosen)
         assert step_s is not None
-        return Smaller(without=tuple(without), each=each, step_s=step_s)
+        return Smaller(without=tuple(without), size=size, step_s=step_s)
 
     def without_slow(
         self,

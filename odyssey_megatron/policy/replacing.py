@@ -67,8 +67,8 @@ class Smaller:
     """A slow cell that goes on without its slow ranks."""
 
     without: tuple[int, ...]
-    each: int
-    """Number of places of a whole cell that each of the other ranks fills."""
+    size: int
+    """Number of ranks that it goes on with."""
     step_s: float
     """The step of the best plan with it."""
 
@@ -84,8 +84,8 @@ class Smaller:
         return cost_s * max(0.0, 1 - still / price.lost) if price.lost > 0 else 0.0
 
 
-def places_each(job: JobSpec, cell: WorkerState, without: int) -> int:
-    """Return the number of places that each rank of ``cell`` fills once it goes on ``without`` that many of its ranks.
+def size_without(job: JobSpec, cell: WorkerState, without: int) -> int:
+    """Return the number of ranks with which ``cell`` goes on ``without`` that many of its ranks.
 
     Raises:
         PlanInfeasible: it cannot.
@@ -98,7 +98,7 @@ def places_each(job: JobSpec, cell: WorkerState, without: int) -> int:
     if not size:
         reason = job.whole_cells_only or job.whole_shards_only
         raise PlanInfeasible(reason or f"{len(cell.ranks) - without} ranks are too few for a cell")
-    return len(cell.ranks) // size
+    return size
 
 
 def share_lost(step_s: float, healthy_s: float) -> float:

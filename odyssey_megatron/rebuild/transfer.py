@@ -194,16 +194,16 @@ class Spreading:
             }
             for part in cell.held_parts:
                 slot = cell.slot(part)
-                ours |= {layer * cell.full + slot: weights_of(layer, part, [EVERYTHING]) for layer in slices}
+                ours |= {layer * cell.slots + slot: weights_of(layer, part, [EVERYTHING]) for layer in slices}
                 group, ranks = holders_of(block.first, block.last, slot)
                 self._messages.append(_Message(group, ranks, part, frozenset(slices), stepped, own))
         if layout.keepers:
             agree(
                 ours,
-                len(layout.all_holders) * cell.full,
+                len(layout.all_holders) * cell.slots,
                 world,
                 who=f"rank {cell.rank}",
-                what=lambda at: f"the weights of {layer_name(at // cell.full, layout.num_layers)}",
+                what=lambda at: f"the weights of {layer_name(at // cell.slots, layout.num_layers)}",
             )
 
     @property

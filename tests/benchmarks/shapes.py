@@ -85,6 +85,7 @@ SETTINGS = (
 """(model, GPU, tensor, context and expert parallel, workers of a stage, pipeline parallel, microbatches a pipeline, of
 each lane).
 """
+EXPERTS = {"mixtral-8x7b": 8, "qwen3-30b-a3b": 128}
 DRAWS = 4
 GANGS = (
     ("mixtral-8x7b", "h100", 1, 1, 8, 2, 4, 32),
@@ -104,9 +105,9 @@ def throughput(
     for gpu in dead:
         worker = gpu // size
         lost[worker] += 1
-        steps = [with_worker(state, worker, alive=False, each=1)]
+        steps = [with_worker(state, worker, alive=False, size=0)]
         if left := max((one for one in job.cell_sizes if shrinks and one <= size - lost[worker]), default=0):
-            steps.append(with_worker(state, worker, alive=True, each=size // left))
+            steps.append(with_worker(state, worker, alive=True, size=left))
         for state in steps:
             try:
                 plan = decide(
@@ -123,10 +124,10 @@ def throughput(
     return healthy.step_s / plan.step_s
 
 
-def with_worker(state: ClusterState, worker: int, *, alive: bool, each: int) -> ClusterState:
+def with_worker(state: ClusterState, worker: int, *, alive: bool, size: int) -> ClusterState:
     """``state`` in which ``worker`` is that."""
     changed = (
-        replace(w.whole.smaller(each), alive=alive) if w.worker == worker else w for w in state.workers
+        replace(w.whole.smaller(size), alive=alive) if w.worker == worker else w for w in state.workers
     )
     return replace(state, workers=tuple(changed))
 
@@ -158,12 +159,18 @@ class Job:
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
+            num_experts=EXPERTS[model] if ep > 1 else 0,
             num_microbatches=dp * microbatches,
             tokens_per_step=dp * microbatches,
             train_steps=1,
         )
         nodes = tuple(gpu // 8 for gpu in range(spec.cell_size * dp * pp))
-        state = initial_state(nodes=nodes, cell_size=spec.cell_size, context=spec.alike_ranks)
+        state = initial_state(
+            nodes=nodes,
+            cell_size=spec.cell_size,
+            context=spec.alike_ranks,
+            experts=spec.experts_of_one,
+        )
         return cls(
             spec=spec,
             profile=profile,
@@ -230,7 +237,7 @@ def walked(server: JobServer, folder: Path, dp: int, pp: int, *, shrinks: bool) 
     of_plans = {one["generation"]: one for one in events if one["event"] == "decision"}
     last = of_plans[run.steps[-1].generation]
     layout, schedule = from_jsonable(Layout, last["layout"]), schedule_from_text(last["schedule"])
-    speeds = {worker: 1 / each for worker, each in last["shapes"]}
+    speeds = {worker: 1 / -(-last["cell_size"] // size) for worker, size in last["shapes"]}
     computing = {hop.worker for route in layout.routes for hop in route.hops}
     back_s = None
     if computing & speeds.keys():

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llama"))
 
 import pretrain_llama
 
-from odyssey_megatron.cluster.cell import ONE
+from odyssey_megatron.cluster.shapes import ONE
 from odyssey_megatron.mcore.model.flat import ranges
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.plan.slices import EVERYTHING, without

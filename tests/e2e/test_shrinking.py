@@ -22,8 +22,9 @@ CALM = "--lr 1e-3 --num-layers 4 --global-batch-size 12"
 """A norm that leaps shows what is rounded elsewhere."""
 GANG = f"{DEEPSEEK} --expert-model-parallel-size 2 {CALM}"
 GANGS = (
-    f"{MIXTRAL} --num-experts 8 --expert-model-parallel-size 4 {CALM} --num-layers 2 --global-batch-size 24"
+    f"{MIXTRAL} --num-experts 4 --expert-model-parallel-size 4 {CALM} --num-layers 2 --global-batch-size 24"
 )
+UNEVEN = GANGS.replace("--num-experts 4", "--num-experts 8")
 SMALL_GANG = f"{GANG} --num-layers 2 --global-batch-size 8"
 WIDE_GANGS = f"{GANG} --tensor-model-parallel-size 2 --sequence-parallel"
 TIED = "--share-embeddings-and-output-weights"
@@ -79,7 +80,7 @@ def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, cells):
     assert_equal_runs(shot, undisturbed(job), kills=2)
     (shrinks,) = shot.named("cell_shrinks")
     assert (shrinks["ranks"], shrinks["whole"]) == ([2], 2)
-    assert trained(shot) == [[[1, 2]]]
+    assert trained(shot) == [[[1, 1]]]
     begun = {event["generation"]: event["members"] for event in shot.named("generation_started")}
     assert begun[max(begun)] == [0, 1, 2, 4, 5, 6, 7]
 
@@ -96,7 +97,7 @@ def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturb
     assert_equal_runs(shot, undisturbed(job), kills=4)
     (taken,) = shot.named("place_taken")
     assert (taken["target"], taken["spare"]) == (3, 5)
-    assert trained(shot) == [[[1, 2]], []]
+    assert trained(shot) == [[[1, 1]], []]
     leaves = next(event for event in decisions(shot) if "can be whole again" in event["why"])
     assert leaves["planned"]
     begun = {event["generation"]: event["members"] for event in shot.named("generation_started")}
@@ -138,7 +139,7 @@ def test_what_is_left_of_a_gang_has_the_experts_of_those_that_are_lost(
     assert_equal_runs(shot, undisturbed(job, ranks=group), kills=2)
     (shrinks,) = shot.named("cell_shrinks")
     assert (shrinks["ranks"], shrinks["whole"]) == ([*range(group, group + group // 2)], group)
-    assert trained(shot) == [[[1, 2]]]
+    assert trained(shot) == [[[1, group // 2]]]
 
 
 @matrix
@@ -155,6 +156,29 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=3)
     assert [[1, 2]] in trained(shot)
     assert [event["ranks"] for event in shot.named("cell_shrinks")] == [[4, 5]]
+
+
+@pytest.mark.parametrize("state", ["", pytest.param(SLICES, marks=matrix)], ids=["whole", "slices"])
+def test_four_ranks_of_a_gang_are_three(jobs, undisturbed, name, state):
+    """As neither divides its four microbatches, two ranks have none in every other turn."""
+    job = f"{UNEVEN} --train-iters 40"
+    flags = f"{job} {state} {SPENT} {lost(5, 1)}"
+    shot = jobs.run(name, ranks=8, stages=1, flags=flags, timeout_s=200.0)
+    assert_equal_runs(shot, undisturbed(job, ranks=4), kills=2)
+    assert [event["ranks"] for event in shot.named("cell_shrinks")] == [[4, 5, 6]]
+    assert trained(shot) == [[[1, 3]]]
+
+
+@matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("state", ["", SLICES], ids=["whole", "slices"])
+def test_a_gang_of_three_is_four_again_and_another_one_two(jobs, undisturbed, name, state):
+    """Of the third gang one is lost, and one takes the place of that which the second one lacks."""
+    job = f"{UNEVEN} --train-iters 90"
+    flags = f"{job} {state} {SPENT} {lost(5, 1)};{lost(9, 40)}"
+    shot = jobs.run(name, ranks=12, stages=1, flags=flags, timeout_s=500.0)
+    assert_equal_runs(shot, undisturbed(job, ranks=4), kills=4)
+    assert trained(shot) == [[[1, 3]], [], [[2, 2]]]
 
 
 @matrix
@@ -181,7 +205,7 @@ def test_four_ranks_are_two_again_and_then_one(jobs, undisturbed, name, cells, s
     shot = jobs.run(name, ranks=8, stages=1, flags=f"{job} {state} {SPENT} {inject}".strip(), timeout_s=240.0)
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=6)
     assert [event["ranks"] for event in shot.named("cell_shrinks")] == [[4, 5], [4, 5], [4]]
-    assert trained(shot)[-1] == [[1, 4]]
+    assert trained(shot)[-1] == [[1, 1]]
 
 
 @matrix
@@ -199,7 +223,7 @@ def test_a_gang_of_one_rank_is_four_again(jobs, undisturbed, name, state):
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=8)
     shapes = [event["shapes"] for event in decisions(shot)]
     assert [one for one, before in zip(shapes, [[], *shapes], strict=False) if one and one != before] == [
-        [[1, 2]], [[1, 2]], [[1, 4]]
+        [[1, 2]], [[1, 2]], [[1, 1]]
     ]  # fmt: skip
     begun = {event["generation"]: event["members"] for event in shot.named("generation_started")}
     assert begun[max(begun)] == [*range(8)]
@@ -245,7 +269,7 @@ def test_holders_in_cells_of_unlike_size_have_the_same_bytes(jobs, undisturbed, 
         assert_holders_agree(shot)
     else:
         assert_equal_runs(shot, undisturbed(job), kills=2)
-    assert trained(shot) == [[[1, 2]]]
+    assert trained(shot) == [[[1, 1]]]
     assert not shot.named("left_out")
 
 

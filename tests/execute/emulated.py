@@ -365,7 +365,7 @@ def train(config: OdysseyConfig) -> None:
     cell = member.cell(emulation.job)
     if member.joins:
         if cell.full > 1:
-            member.company.meet(cell.ranks)
+            member.company.meet(cell)
         member.join()
     else:
         member.starting.post_job(emulation.job, to_json(emulation.profile))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.slices import Span
 from odyssey_megatron.rebuild.manifest import Tensors
@@ -65,6 +66,9 @@ class Held:
     def _empty(self, layer: int, name: str) -> list[torch.Tensor]:
         """Room for the same."""
         raise NotImplementedError
+
+    def take_cell(self, cell: Cell) -> None:
+        """No experts of it are cut otherwise."""
 
     def create_layers(self, layers: tuple[int, ...], kept: Mapping[int, tuple[Span, ...]]) -> None:
         for layer in layers:

@@ -47,13 +47,15 @@ def of_rank(cell: Cell, *, cuts: bool) -> torch.Tensor:
 def test_each_rank_gets_its_piece(monkeypatch, tensor, context, word, cuts):
     whole = Cell.of(0, tensor=tensor, context=context)
     for ours, theirs in product(whole.divisions(tensor=True), repeat=2):
-        send_and_receive(monkeypatch, whole, {0: ours, 1: theirs}, word, cuts=cuts)
+        send_and_receive(
+            monkeypatch, whole, {0: whole.size // ours, 1: whole.size // theirs}, word, cuts=cuts
+        )
 
 
 def send_and_receive(monkeypatch, whole, shapes, word, *, cuts):
     ends, messages = {}, {}
-    for worker, each in shapes.items():
-        for cell in whole.of_worker(worker, each):
+    for worker, size in shapes.items():
+        for cell in whole.of_worker(worker, size):
             made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes=shapes, cuts=cuts)
             ends[cell.rank] = worker, made, of_rank(cell, cuts=cuts)
     for rank, (worker, made, piece) in ends.items():
@@ -75,11 +77,11 @@ def test_what_counts_for_nothing_anywhere_does_not_count(monkeypatch):
     messages = {}
     for rank in (0, 1):
         cell = Cell.of(rank, tensor=2)
-        made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes={1: 2}, cuts=True)
+        made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes={1: 1}, cuts=True)
         monkeypatch.setattr(channels, "dist", Post(rank, messages))
         made.send(Instr(Op.SEND_FORWARD, 0, 2, peer=1), torch.ones(2, 1), torch.tensor(float(rank)))
     monkeypatch.setattr(channels, "dist", Post(2, messages))
-    cell = Cell.of(2, tensor=2).smaller(2)
-    made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes={1: 2}, cuts=True)
+    cell = Cell.of(2, tensor=2).smaller(1)
+    made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes={1: 1}, cuts=True)
     pending = made.receive(Instr(Op.RECV_FORWARD, 0, 2, peer=0), torch.zeros(4, 1), with_word=True)
     assert pending.wait()[1].item() == 0.0

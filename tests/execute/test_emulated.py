@@ -181,7 +181,7 @@ def test_half_a_cell_takes_twice_as_long(emulating, tmp_path):
     assert ran.wait(120) == 0, ran.log()
     steps = read_run(run_dir).steps
     decision = {one["generation"]: one for one in events(run_dir, "decision")}[steps[-1].generation]
-    assert decision["shapes"] == [[1, 2]]
+    assert decision["shapes"] == [[1, 1]]
     layout = from_jsonable(Layout, decision["layout"])
     shares = {hop.worker: len(route.microbatches) for route in layout.routes for hop in route.hops}
     assert shares == {0: 5, 1: 3}

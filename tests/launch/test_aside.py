@@ -59,15 +59,15 @@ class Job:
                 return found
         raise AssertionError(f"it stays for {most_s} s")
 
-    def comes_back(self, each: int = 1) -> None:
+    def comes_back(self, size: int = 0) -> None:
         """It leaves, and fresh processes of it come, as a cell that is whole or smaller."""
         workers = tuple(replace(w.whole, alive=w.worker != CELL) for w in self.state.workers)
         gone = replace(self.state, workers=workers, returned=frozenset())
         self.now_s += 1.0
         assert self.replacing.look(gone, self.plan, self.now_s) is None
         number = 1 + max([0, *dict(self.state.incarnations).values()])
-        for rank in (SLOW_RANK, SLOW_RANK + 1)[: 2 // each]:
-            gone = apply(gone, RankJoined(rank=rank, node=0, incarnation=number, each=each))
+        for rank in (SLOW_RANK, SLOW_RANK + 1)[: size or 2]:
+            gone = apply(gone, RankJoined(rank=rank, node=0, incarnation=number, size=size))
         self.now_s += START_S
         self.aside.may_be_whole(gone, self.plan, self.now_s)
         self.state = replace(gone, fresh=frozenset())
@@ -109,7 +109,7 @@ def test_replaced_first_and_then_done_without(job):
     assert price.healthy_s < smaller.step_s < price.kept_s
     cost_s = (job.now_s - began_s) * price.lost
     assert smaller.saved_s(price, cost_s) == pytest.approx(price.seconds, rel=0.15)
-    job.comes_back(each=2)
+    job.comes_back(size=1)
     told = [(one["event"], one["slow_ranks"]) for one in read_journal(job.folder)]
     assert told == [("replaced", [10, 11]), ("set_aside", [10])]
 
@@ -162,7 +162,7 @@ def test_it_is_whole_again_once_that_has_cost_as_much_and_each_time_twice(job):
     took_s = []
     for _ in range(3):
         job.aside.note(CELL, (SLOW_RANK,), job.now_s)
-        job.comes_back(each=2)
+        job.comes_back(size=1)
         found, why = job.aside.may_be_whole(job.state, job.plan, job.now_s)
         assert not found
         seconds, why = job.until_it_may_be_whole()
@@ -177,7 +177,7 @@ def test_it_is_whole_again_once_that_has_cost_as_much_and_each_time_twice(job):
 
 
 def test_what_is_smaller_for_another_reason_is_whole_at_once(job):
-    job.comes_back(each=2)
+    job.comes_back(size=1)
     job.state = apply(job.state, RankReturned(rank=SLOW_RANK + 1))
     assert job.aside.may_be_whole(job.state, job.plan, job.now_s) == (frozenset({CELL}), "")
 
@@ -211,7 +211,7 @@ def test_who_alone_has_layers_gives_them_away_before_it_leaves(tmp_path, slow):
     plan = job.planner.start(spec, state, to_json(PROFILE)).plan
     assert len(plan.layout.holders[-1]) == 1
     cell = state.workers[1]
-    cell = replace(cell, speed=0.2) if slow else cell.smaller(2)
+    cell = replace(cell, speed=0.2) if slow else cell.smaller(1)
     state = replace(state, workers=(state.workers[0], cell), returned=frozenset(cell.missing), generation=1)
     offers = job.offers()
     played, second = JobState(cluster=state, nodes=(0,) * 4, start_plan=plan, live_plan=plan), 0.0
@@ -244,8 +244,8 @@ def test_it_waits_for_somebody_who_has_room_for_what_it_alone_has(tmp_path):
     """Of a rank, which has half of all layers, with what there were two for."""
     plan = job.planner.start(spec, state, to_json(replace(PROFILE, costs=costs))).plan
     assert plan.layout.holders[-1] == (2, 3)
-    cell = state.workers[2].smaller(2)
-    workers = (replace(state.workers[0], alive=False), state.workers[1].smaller(2), cell)
+    cell = state.workers[2].smaller(1)
+    workers = (replace(state.workers[0], alive=False), state.workers[1].smaller(1), cell)
     workers += (replace(state.workers[3], alive=False),)
     state = replace(state, workers=workers, generation=1)
     plan = job.planner.decide(state, plan, 1.0).plan

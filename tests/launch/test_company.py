@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import Fenced
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.attention import Attention
@@ -47,7 +48,7 @@ class Meeting:
         self._thread.start()
 
     def _meet(self, company: Company) -> None:
-        self.found = company.meet((0, 1))
+        self.found = company.meet(Cell(rank=0, size=2))
 
     def met(self, within_s: float = 5.0) -> tuple[int, ...] | None:
         self._thread.join(within_s)

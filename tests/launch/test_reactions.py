@@ -204,10 +204,10 @@ def smaller_cells() -> JobState:
     job = all_live(begun(cell_size=2)[0], 1)
     job, _ = react(job, [RankDied(rank=3, code=-9, cause="killed")], now_s=1.0)
     job = all_live(published(job, PLAN, "failure", dead=(2, 3))[0], 2)
-    job, (answer,) = react(job, [RankJoined(rank=2, node=1, incarnation=1, each=2)], now_s=2.0)
+    job, (answer,) = react(job, [RankJoined(rank=2, node=1, incarnation=1, size=1)], now_s=2.0)
     assert isinstance(answer, Answer)
     job, generation = offered(job, PLAN, "joined", decide_s=0.0)
-    assert (generation.members, generation.shapes) == ((0, 1, 2, 4, 5), ((1, 2),))
+    assert (generation.members, generation.shapes) == ((0, 1, 2, 4, 5), ((1, 1),))
     return all_live(job, 3)
 
 

@@ -55,32 +55,32 @@ def test_slots_stay_with_their_processes():
 
 
 @pytest.mark.parametrize(
-    ("cell_size", "lost", "worker", "each", "moves"),
+    ("cell_size", "lost", "worker", "size", "moves"),
     [
-        (2, [3], 1, 2, {}),  # rank 2 alone
-        (2, [2], 1, 2, {2: 3}),  # rank 3 plays it
+        (2, [3], 1, 1, {}),  # rank 2 alone
+        (2, [2], 1, 1, {2: 3}),  # rank 3 plays it
         (2, [2, 3], 1, 0, {}),
-        (2, [3], 0, 1, {}),  # whole
+        (2, [3], 0, 2, {}),  # whole
         (4, [5], 1, 2, {5: 7}),  # and rank 6 stands by
         (4, [7], 1, 2, {}),
         (4, [4, 5], 1, 2, {4: 7, 5: 6}),
-        (4, [4, 5, 6], 1, 4, {4: 7}),
-        (8, [0, 1, 2, 3, 4], 0, 4, {0: 7, 1: 6}),  # of three that are left two divide eight
+        (4, [4, 5, 6], 1, 1, {4: 7}),
+        (8, [0, 1, 2, 3, 4], 0, 2, {0: 7, 1: 6}),  # of three that are left two divide eight
     ],
 )
-def test_what_is_left_of_a_cell_has_its_first_numbers(cell_size, lost, worker, each, moves):
+def test_what_is_left_of_a_cell_has_its_first_numbers(cell_size, lost, worker, size, moves):
     sizes = [one for one in range(cell_size, 0, -1) if cell_size % one == 0]
-    assert shrunk(left(*lost), worker, sizes) == (each, moves)
+    assert shrunk(left(*lost), worker, sizes) == (size, moves)
 
 
 @pytest.mark.parametrize("lost", [subset for n in range(7) for subset in combinations(range(6), n)])
 def test_as_many_ranks_go_on_as_divide_a_cell(lost):
     slots = left(*lost)
-    each, moves = shrunk(slots, 0, [6, 3, 2, 1])
+    size, moves = shrunk(slots, 0, [6, 3, 2, 1])
     living = 6 - len(lost)
-    assert each == {0: 0, 1: 6, 2: 3, 3: 2, 4: 2, 5: 2, 6: 1}[living]
+    assert size == {0: 0, 1: 1, 2: 2, 3: 3, 4: 3, 5: 3, 6: 6}[living]
     there = (set(slots) | set(moves)) - set(moves.values())
-    assert not each or set(range(6 // each)) <= there
+    assert set(range(size)) <= there
     assert set(moves) <= set(lost)
 
 
@@ -91,7 +91,7 @@ def test_no_rank_of_a_cell_that_trains_goes_to_another():
     assert completed(slots, [3, 6, 7], 4, {0: 2, 1: 2}) == {}
     assert completed(slots, [3, 6, 7], 4, {1: 2}) == {6: 0, 7: 1}, "four and one, rather than twice two"
     assert completed(left(3, 7), [3, 7], 4, {0: 2}) == {7: 2}, "what stands by beside a smaller cell does"
-    assert completed(left(3, 4), [3, 4], 2, {1: 2}) == {3: 5}, "what has just been broken is no cell yet"
+    assert completed(left(3, 4), [3, 4], 2, {1: 1}) == {3: 5}, "what has just been broken is no cell yet"
 
 
 def test_a_cell_that_has_become_too_small_stands_by():
@@ -108,30 +108,30 @@ def test_a_cell_that_has_become_too_small_stands_by():
     places.lose(1)
     assert places.can_shrink(0, [4, 2]) == 0
     assert places.too_few(0, [4, 2])
-    assert places.filled(0, 4) == 1
+    assert places.size_of(0, 4) == 0
     places.lose(5)
     assert places.complete(4)[0] == [Move(5, 0, 0)]
 
 
 @pytest.mark.parametrize(
-    ("slow", "each", "slots"),
+    ("slow", "size", "slots"),
     [
         ((6,), 2, [4, 5, 6, 7]),  # it stands by, beside rank 7
         ((4,), 2, [7, 5, 6, 4]),  # rank 4 plays where rank 7 was, which stands by where it is slow
         ((4, 7), 2, [6, 5, 4, 7]),
         ((4, 5), 2, [7, 6, 5, 4]),
-        ((4, 5, 6), 4, [7, 5, 6, 4]),
+        ((4, 5, 6), 1, [7, 5, 6, 4]),
         ((4, 5, 6, 7), 0, [4, 5, 6, 7]),
     ],
 )
-def test_who_is_slow_stands_by_and_nobody_is_lost(slow, each, slots):
+def test_who_is_slow_stands_by_and_nobody_is_lost(slow, size, slots):
     places = Places(EIGHT)
-    assert places.set_aside(1, slow, [4, 2, 1]) == each
+    assert places.set_aside(1, slow, [4, 2, 1]) == size
     assert [places.slot(rank) for rank in range(4, 8)] == slots
     assert not places.broken(4)
-    assert places.filled(4, 4) == max(each, 1)
-    assert places.filled(7, 4) == 1
-    assert places.take_back(1, 4) == bool(each)
+    assert places.size_of(4, 4) == size
+    assert places.size_of(7, 4) == 0
+    assert places.take_back(1, 4) == bool(size)
     assert not places.has_smaller
     assert not places.take_back(1, 4), "it is whole"
 
@@ -195,7 +195,7 @@ def node(tmp_path):
 def test_ranks_change_places_when_both_have_left(node):
     node.leaves(without=(2,))
     node.ends(2, 2)
-    assert node.places == "2"
+    assert node.places == "1"
     assert node.due() == [], "rank 3 has not left yet, and rank 2 is to start in its place"
     node.ends(3, 3)
     assert sorted(node.due()) == [(2, 3), (3, 2)]
@@ -209,10 +209,10 @@ def test_the_cell_is_whole_when_it_leaves_for_that(node):
     node.ends(2, 2)
     assert sorted(node.due()) == [(2, 2), (3, 3)]
     node.ends(2, 2)
-    assert node.places == "2", "what it left for once holds once"
+    assert node.places == "1", "what it left for once holds once"
     node.leaves(incarnations=(1,), generation=9)
     node.ends(2, 2)
-    assert node.places == "1"
+    assert node.places == "0"
 
 
 @pytest.mark.parametrize("died_before", [False, True])

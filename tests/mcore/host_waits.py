@@ -81,7 +81,7 @@ def model_of(changes: dict[str, Any]) -> MegatronModel:
     cell = Cell.of(
         0, tensor=1, context=flags["context_parallel_size"], expert=flags["expert_model_parallel_size"]
     )
-    cell = cell.smaller(flags.get("each", 1))
+    cell = cell.smaller(flags.get("size", 0))
     own = groups.OwnCell(cell, cell.size, "cpu", data_parallel=True)
     own.living.follow(nobody_sends(cell.size))
     of_cell = groups_of_cell(cell).items()

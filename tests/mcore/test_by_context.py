@@ -40,7 +40,7 @@ def test_it_is_the_mean_of_their_means(context, masked):
     several, one = losses.clone().requires_grad_(), losses.clone().requires_grad_()
     means = [mean(functools.partial(loss_function, mask[:, at]), several[:, at]) for at in own]
     expected = sum(means) / context
-    cell = Cell.of(0, tensor=1, context=context).smaller(context)
+    cell = Cell.of(0, tensor=1, context=context).smaller(1)
     step = forward_step_of(
         cell, lambda data, model: (one, functools.partial(loss_function, mask)), sums_losses=False
     )

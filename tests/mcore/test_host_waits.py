@@ -27,7 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "context-parallel": ({"context_parallel_size": 2}, []),
     "multi-token, context-parallel": ({"mtp_num_layers": 2, "context_parallel_size": 2}, []),
     "two context-parallel ranks' parts": (
-        {"context_parallel_size": 2, "each": 2, "config.calculate_per_token_loss": False}, []
+        {"context_parallel_size": 2, "size": 1, "config.calculate_per_token_loss": False}, []
     ),
     "experts": (EXPERTS, OF_EXPERTS),
     "experts that ranks do not divide": (EXPERTS | {"expert_model_parallel_size": 3}, OF_EXPERTS),

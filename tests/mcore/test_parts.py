@@ -18,6 +18,7 @@ EXPERTS = {
     "num_experts": 4, "moe_router_topk": 2, "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 1e-1,
     "moe_router_load_balancing_type": "aux_loss", "moe_z_loss_coeff": 1e-2, "moe_shared_expert_intermediate_size": 16,
 }  # fmt: skip
+RECOMPUTED = {"granularity": "full", "method": "uniform", "num_layers": 1}
 CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "grouped": (FOUR, WIDE),
     "fewer groups than ranks": (FOUR, WIDE | {"num_query_groups": 2}),
@@ -34,6 +35,24 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
         EXPERTS
         | {"expert_model_parallel_size": 2, "num_experts": 24, "moe_shared_expert_intermediate_size": None}
         | {"config.add_bias_linear": True},
+    ),
+    "uneven gangs": ([4, 3, 2, 1], EXPERTS | {"expert_model_parallel_size": 4, "num_experts": 8}),
+    "uneven gangs of twelve experts each": (
+        [4, 3],
+        EXPERTS
+        | {"expert_model_parallel_size": 4, "num_experts": 48, "moe_router_topk": 4}
+        | {"moe_shared_expert_intermediate_size": None, "config.add_bias_linear": True},
+    ),
+    "uneven gangs of cells, all gathered and recomputed": (
+        [6, 4],
+        EXPERTS
+        | {"expert_model_parallel_size": 3, "num_experts": 6, "sequence_parallel": True}
+        | {"moe_token_dispatcher_type": "allgather"}
+        | {
+            "config.recompute_granularity": "full",
+            "config.recompute_method": "uniform",
+            "config.recompute_num_layers": 1,
+        },
     ),
     "gangs of cells": ([4, 2], EXPERTS | {"expert_model_parallel_size": 2, "sequence_parallel": True}),
 }
@@ -80,6 +99,33 @@ def test_why_cells_are_kept_whole(megatron, changes, why):
 
 
 @pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"num_experts": 2}, "no more experts than ranks"),
+        ({"config.moe_grouped_gemm": True}, "one module"),
+        ({"mtp_num_layers": 1}, "several tokens"),
+        ({"config.log_max_attention_logit": True}, "attention logits"),
+        ({"config.moe_permute_fusion": True}, "in one kernel"),
+    ],
+)
+def test_why_gangs_have_as_many_ranks_as_divide_a_whole_one(megatron, changes, why):
+    import pretrain_llama
+
+    from odyssey_megatron.mcore.model.parts import kept_whole
+
+    flags = {name: value for name, value in changes.items() if "." not in name}
+    flags = {**MODEL, **GANGS, **flags}
+    config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
+    for name in changes.keys() - flags.keys():
+        setattr(config, name.partition(".")[2], changes[name])
+    found = kept_whole(config)
+    assert not found.whole
+    assert why in found.even
+    assert bool(found.even) == bool(why)
+
+
+@pytest.mark.parametrize(
     ("changes", "is_kept"),
     [({}, True), (GANGS, False), (GANGS | {"context_parallel_size": 2}, True)],
 )
@@ -101,7 +147,7 @@ def test_fewer_context_ranks_may_go_on_where_layers_are_kept_whole(megatron):
     flags = {**MODEL, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
     config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
     config.multi_latent_attention = True
-    assert kept_whole(config) == ("", "it has multi-latent attention")
+    assert kept_whole(config)[:2] == ("", "it has multi-latent attention")
     config.context_parallel_size = 1
     assert kept_whole(config).whole == "it has multi-latent attention"
 

@@ -61,6 +61,26 @@ def test_a_cell_goes_on_with_half_of_its_ranks(jobs, flags, undisturbed, name):
         assert_equal_checkpoints(saved, theirs, iteration)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("state", ["", "--use-distributed-optimizer"], ids=["whole", "slices"])
+def test_three_ranks_of_a_gang_alone_save_and_fill_another(jobs, name, state):
+    """Each has the experts of more than one of a whole gang's ranks, but one, which has those of fewer than one."""
+    router = "--moe-router-dtype fp64 --moe-router-bias-update-rate 1e-3"
+    flags = f"{STEPS} {DEEPSEEK} {router} --expert-model-parallel-size 4 {RECOMPUTED} {state}".strip()
+    folders = [jobs.folder / f"{name}-{one}" for one in ("whole", "ours")]
+    whole = jobs.odyssey(f"{name}-whole", f"{flags} --save {folders[0]}", ranks=8, stages=1)
+    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {folders[1]}"
+    run = jobs.odyssey(name, ours, ranks=8, stages=1, inject=f"{LOST};rank=2,step=58,at=backward")
+    assert_same_lines(run, whole, rel=FLOAT64)
+    (shrunk,) = run.named("cell_shrinks")
+    assert (shrunk["ranks"], shrunk["whole"]) == ([4, 5, 6], 4)
+    begun = {event["generation"]: event for event in run.named("generation_started")}
+    assert [58] == [one["step"] for one in begun.values() if one["members"] == [4, 5, 6]], "it has all then"
+    assert begun[max(begun)]["members"] == [0, 1, 2, 3, 4, 5, 6]
+    for iteration in (30, 60, 90):
+        assert_equal_checkpoints(folders[1], folders[0], iteration)
+
+
 def test_plain_megatron_goes_on_with_what_a_smaller_cell_has_saved(jobs, name):
     saved = jobs.folder / f"{name}-saved"
     save = f"--save {saved} --save-interval 80 --exit-interval 80"
@@ -70,7 +90,7 @@ def test_plain_megatron_goes_on_with_what_a_smaller_cell_has_saved(jobs, name):
     )
     assert run.exit_code == 0, run.log[-4000:]
     last = run.named("decision")[-1]
-    assert [2, 2] in last["shapes"]
+    assert [2, 1] in last["shapes"]
     assert last["layout"]["holders"][-1][0] == 2, "the first holder of the head has written it"
     load = f"{CELLS} --load {saved} --exit-interval 84"
     with_ours = jobs.odyssey(f"{name}-whole", load, ranks=8, stages=2)

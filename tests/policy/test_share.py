@@ -88,7 +88,7 @@ def test_bytes_of_each_of_its_ranks():
 def test_weights_of_context_ranks_are_the_same_however_many_there_are():
     """Half of the context-parallel ranks have twice the activations each, and no more weights."""
     state = initial_state(nodes=(0,) * 16, cell_size=4, context=2)
-    both = [state.workers[0].smaller(each).beside_whole for each in (1, 2, 4)]
+    both = [state.workers[0].smaller(size).beside_whole for size in (4, 2, 1)]
     assert both == [Share(), Share(0.5, 0.5), Share(0.25, 0.5)]
     layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
     budget, kept = 2 * fullest_bytes(layout, COSTS), state_bytes(layout, COSTS)
@@ -168,7 +168,7 @@ def test_the_first_layout_with_a_smaller_cell_is_ordered_for_what_that_has():
     home = planner.start(spec, state, to_json(Profile(costs=costs))).plan
     now = apply(state, RankDied(rank=0, code=-9, cause="killed"))
     after = planner.decide(now, home, 1.0).plan
-    back = apply(now, RankJoined(rank=0, node=0, incarnation=1, each=2))
+    back = apply(now, RankJoined(rank=0, node=0, incarnation=1, size=1))
     again = planner.decide(back, after, 1.0).plan
     assert again.layout == home.layout
     shares = worker_shares(back)

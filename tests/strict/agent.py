@@ -53,4 +53,4 @@ class Agent(Respawn):
                 self._vacate(slot)
             for rank, slot in self.due(math.inf):
                 _, incarnation = self.begin(rank, slot, now_s=1.0)
-                self._start_process(rank, slot, incarnation, self._filled(rank))
+                self._start_process(rank, slot, incarnation, self._smaller_size(rank))

@@ -206,7 +206,7 @@ class Coordinator:
         self.store.put(keys.VERDICT, "")
 
 
-def member_of(rank: int, ranks: int, incarnation: int, each: int, coordinator: Coordinator) -> member.Member:
+def member_of(rank: int, ranks: int, incarnation: int, size: int, coordinator: Coordinator) -> member.Member:
     """A process's line to the coordinator. Called by a host of that process."""
     store: Any = coordinator.store
     heartbeat: Any = SimpleNamespace(asked=Ask.NOTHING)
@@ -217,7 +217,7 @@ def member_of(rank: int, ranks: int, incarnation: int, each: int, coordinator: C
         watch=store,
         config=coordinator.config,
         incarnation=incarnation,
-        each=each,
+        size=size,
         heartbeat=heartbeat,
     )
 

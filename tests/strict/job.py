@@ -162,12 +162,12 @@ class Rank:
     Args:
         slot: which of its node's GPUs is its.
         incarnation: how many its rank has had before.
-        each: places of a whole cell that it fills.
+        size: number of ranks of the smaller cell that it is in; 0: of a whole one.
     """
 
-    def __init__(self, rank: int, job: Job, *, slot: int, incarnation: int = 0, each: int = 1):
-        self.rank, self.incarnation, self.slot, self._job, self._each = rank, incarnation, slot, job, each
-        self.cell = job.case.cell(rank).smaller(each)
+    def __init__(self, rank: int, job: Job, *, slot: int, incarnation: int = 0, size: int = 0):
+        self.rank, self.incarnation, self.slot, self._job, self._size = rank, incarnation, slot, job, size
+        self.cell = job.case.cell(rank).smaller(size)
         case = job.case
         self.device: Device = job.machine.device(rank, one_queue=case.one_queue, resident=case.resident)
         self.memory = DeviceMemory(self.device)
@@ -209,11 +209,11 @@ class Rank:
 
     def _train(self) -> None:
         case, coordinator = self._job.case, self._job.coordinator
-        self.member = member_of(self.rank, len(case.ranks), self.incarnation, self._each, coordinator)
+        self.member = member_of(self.rank, len(case.ranks), self.incarnation, self._size, coordinator)
         with on_device(self.memory):
             if self.member.joins:
                 if self.cell.full > 1:
-                    self.member.company.meet(self.cell.ranks)
+                    self.member.company.meet(self.cell)
                 self.member.join()
             self._runtime = runtime = RankRuntime(
                 config=coordinator.config,
@@ -313,8 +313,8 @@ class Job:
         self.ranks = [Rank(rank, self, slot=rank) for rank in case.ranks]
         self.machine.host("agent", self.agent.run, may_be_left=True)
 
-    def _start(self, rank: int, slot: int, incarnation: int, each: int) -> None:
-        self.ranks.append(Rank(rank, self, slot=slot, incarnation=incarnation, each=each))
+    def _start(self, rank: int, slot: int, incarnation: int, size: int) -> None:
+        self.ranks.append(Rank(rank, self, slot=slot, incarnation=incarnation, size=size))
 
     def _vacate(self, slot: int) -> None:
         for one in self.ranks:

@@ -105,7 +105,7 @@ def shrinking(shape, *kills, **others):
 @pytest.mark.parametrize("shape", [pytest.param(TENSOR, marks=pytest.mark.matrix), CONTEXT, EXPERT], ids=str)
 def test_what_is_left_of_a_cell_comes_back_smaller(shape):
     ended = check(shrinking(shape), seed=0)
-    assert ended.entered[-1].shapes == ((1, 2),)
+    assert ended.entered[-1].shapes == ((1, 1),)
 
 
 WHOLE = Kill(rank=4, step=4, point="backward", breaks=True)
@@ -118,7 +118,7 @@ WHOLE = Kill(rank=4, step=4, point="backward", breaks=True)
 def test_a_smaller_cell_becomes_whole_again(shape):
     """Its rank that trains leaves between two steps, and comes back beside the one that stood by."""
     ended = check(shrinking(shape, WHOLE, steps=12), seed=0)
-    assert ((1, 2),) in [one.shapes for one in ended.entered]
+    assert ((1, 1),) in [one.shapes for one in ended.entered]
     last = ended.entered[-1]
     assert last.shapes == ()
     assert last.members == (0, 1, 2, 3, 6, 7)
@@ -145,7 +145,7 @@ def keeps_slices(worker, generation):
 def test_a_smaller_cell_keeps_slices(shape):
     """What it keeps of each whole one's part comes from ranks of whole cells, and goes back to some."""
     ended = check(shrinking(shape, WHOLE, **KEPT_THRICE, steps=11), seed=0)
-    assert any(keeps_slices(1, one) for one in ended.entered if one.shapes == ((1, 2),))
+    assert any(keeps_slices(1, one) for one in ended.entered if one.shapes == ((1, 1),))
     assert (ended.entered[-1].shapes, ended.entered[-1].members) == ((), (0, 1, 2, 3, 6, 7))
 
 

@@ -146,6 +146,8 @@ def job_of(
         train_steps=args.train_iters,
         whole_cells_only=kept.whole,
         whole_shards_only=kept.shards,
+        even_gangs_only=kept.even,
+        num_experts=args.num_experts or 0,
         least_holders=config.least_holders,
         eager_forwards=config.eager_forwards,
         slower_for_memory=config.slower_for_memory,

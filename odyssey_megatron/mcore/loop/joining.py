@@ -129,7 +129,7 @@ def starting_groups(
         # Processes start at different times, and one that is killed before it gets here is started again.
         config = replace(config, build_timeout_s=max(config.build_timeout_s, config.store_timeout_s))
     else:
-        incarnations = member.company.meet(cell.ranks)
+        incarnations = member.company.meet(cell)
         everyone, number = cell.ranks, NEVER_OVER
         suffix = f".{cell.worker}.{'-'.join(map(str, incarnations))}"  # unlike those of earlier incarnations
     named = {WORLD: everyone} | groups_of_cell(cell)

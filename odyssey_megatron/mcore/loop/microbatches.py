@@ -8,6 +8,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.mcore.loop.balance import Balance, heads
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
+from odyssey_megatron.mcore.model.lanes import IDLE
 from odyssey_megatron.mcore.model.rng import INITIAL, LayerSeeds
 from odyssey_megatron.plan.layout import Layout
 
@@ -61,9 +62,14 @@ class Microbatches:
         self.balance.begin(dealt)
 
     def go_to(self, microbatch: int, lane: int | None = None) -> int:
-        """Switch to the plan's ``microbatch`` in a ``lane`` (None: the first here). Returns its number in the step."""
-        self._lane = self._cell.held_lanes[0] if lane is None else lane
-        number = self.balance.in_place(microbatch) * self._cell.full_lanes + self._lane
+        """Switch to the plan's ``microbatch`` in a ``lane`` (None: the first here). Returns its number in the step.
+
+        In an :data:`~odyssey_megatron.mcore.model.lanes.IDLE` lane it is that of the first.
+        """
+        first = self._cell.held_lanes[0]
+        self._lane = first if lane is None else lane
+        at = first if self.is_idle else self._lane
+        number = self.balance.in_place(microbatch) * self._cell.full_lanes + at
         self._seeds.microbatch = number
         assert self.source is not None
         self.source.go_to(number)
@@ -72,6 +78,11 @@ class Microbatches:
     def in_all_lanes(self, microbatch: int) -> Iterator[int]:
         """Switch to the plan's ``microbatch`` in each lane of this rank in turn, and yield its number in the step."""
         return (self.go_to(microbatch, lane) for lane in self._cell.held_lanes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether what is computed now counts for nothing: see ``lanes.py``."""
+        return self._lane == IDLE
 
     @property
     def in_first_lane(self) -> bool:

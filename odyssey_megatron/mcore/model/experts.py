@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import Router
 
+from odyssey_megatron.cluster.shapes import ONE, Each
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model.rng import LayerSeeds
 from odyssey_megatron.mcore.pinned import to_device
@@ -62,17 +63,25 @@ def of_one_rank(config: TransformerConfig) -> int:
     return (config.num_moe_experts or 0) // config.expert_model_parallel_size
 
 
-def in_whole(name: str, count: int) -> tuple[int, str]:
-    """Translate the ``name`` of an expert's parameter, on a rank with several expert-parallel ranks' experts, to a
-    whole cell.
+def in_whole(name: str, count: int, each: Each = ONE) -> tuple[int, str]:
+    """Translate the ``name`` of an expert's parameter, on a rank that has ``each`` of the layer, to a whole cell, whose
+    ranks have ``count`` experts each.
 
     Returns:
-        The number of the rank, among those several with ``count`` experts each, that has the expert in a whole cell,
-        and the parameter's name on it.
+        The number of the part that the expert is in, among those of this rank, and the parameter's name on a rank of a
+        whole cell.
     """
     before, number, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
-    rank, own = divmod(int(number), count)
-    return rank, f"{before}{own}{behind}"
+    part, own = each.place_of(int(number), count)
+    return part, f"{before}{own}{behind}"
+
+
+def of_all_in_whole(name: str, count: int) -> list[str]:
+    """The names, on a rank of a whole cell with ``count`` experts, of the parameters that are like that of this
+    ``name`` of one of them.
+    """
+    before, _, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
+    return [f"{before}{own}{behind}" for own in range(count)]
 
 
 def _check(config: TransformerConfig) -> None:
@@ -108,6 +117,9 @@ class Routing:
         self._names += [name for kind, name in _LOSSES.items() if kind in kinds]
         self._counted = (config.num_moe_experts or 0) if config.moe_router_enable_expert_bias else 0
         self.records: Records = {}
+        self.is_idle = False
+        """Whether this rank has no lane in this turn (``lanes.py``): its routers choose no experts, and record nothing.
+        """
 
     # -- in a forward ---------------------------------------------------------------------------------------------
 
@@ -130,9 +142,12 @@ class Routing:
                 if self._counted:
                     router.local_tokens_per_expert.zero_()
 
-        def after(*unused: Any) -> None:
+        def after(router: Router, given: Any, made: Any) -> Any:
+            if self.is_idle:
+                return tuple(map(_nothing, made))
             if router.training and torch.is_grad_enabled():  # otherwise it will be recomputed
                 self.records[self._seeds.microbatch, layer] = self._row(router)
+            return None
 
         router.register_forward_pre_hook(before)
         router.register_forward_hook(after)
@@ -195,6 +210,13 @@ class Routing:
         for layer, module in layers.items():
             for number, bias in enumerate(biases(module).values(), start=layer):
                 bias += moves[self._layers[number]]
+
+
+def _nothing(chosen: torch.Tensor) -> torch.Tensor:
+    """What a router gives that has chosen no experts, or given them no probability. Their gradients travel like those
+    of ``chosen``, as all ranks take part in each message, and end here.
+    """
+    return torch.zeros_like(chosen, requires_grad=chosen.requires_grad)
 
 
 def show(losses: Mapping[str, Iterable[float]]) -> None:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from odyssey_megatron.cluster.cell import Each
-from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_one_rank
+from odyssey_megatron.cluster.shapes import Each
+from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_all_in_whole, of_one_rank
 from odyssey_megatron.plan.slices import EVERYTHING, Span, elements
 
 
@@ -141,20 +141,33 @@ def _rows(layer: Any, each: Each) -> list[_Row]:
     if each not in known:
         rows: list[_Row] = [([], [0]), ([], [0])]
         for _, kind in sorted(_by_name_in_whole(layer, each).items()):
-            kinds, begins = rows[is_spread(kind[0].parameter)]
-            kinds.append(kind)
-            begins.append(begins[-1] + kind[0].parameter.numel() // kind[0].parts)
+            kinds, begins = rows[kind.is_spread]
+            kinds.append(sorted(kind.here, key=lambda one: one.part or 0))
+            begins.append(begins[-1] + kind.numel)
         known[each] = rows
     return known[each]
 
 
-def _by_name_in_whole(layer: Any, each: Each) -> dict[str, list[Range]]:
-    found: dict[str, list[Range]] = {}
+class _Kind(NamedTuple):
+    """A parameter of a whole cell's rank."""
+
+    here: list[Range]
+    """What this rank has of that name: in a smaller gang of several experts, or of none."""
+    numel: int
+    is_spread: bool
+
+
+def _by_name_in_whole(layer: Any, each: Each) -> dict[str, _Kind]:
+    found: dict[str, _Kind] = {}
     for name, parameter in layer.named_parameters():
-        part, in_whole_cell = None, name
-        if is_spread(parameter) and each.experts > 1:
-            part, in_whole_cell = in_whole(name, of_one_rank(layer.config))
+        part, in_whole_cell, spread = None, name, is_spread(parameter)
+        if spread and each.cuts_experts:
+            part, in_whole_cell = in_whole(name, of_one_rank(layer.config), each)
         cut = Cut.of(parameter, each.shards)
         one = Range(name, in_whole_cell, part, parameter, cut, 0, parameter.numel(), EVERYTHING)
-        found.setdefault(in_whole_cell, []).append(one)
-    return {name: sorted(kind, key=lambda one: one.part or 0) for name, kind in found.items()}
+        kind = found.setdefault(in_whole_cell, _Kind([], parameter.numel() // one.parts, spread))
+        kind.here.append(one)
+        # The sequence is that of a whole cell's rank, also where others have some of its experts.
+        for other in of_all_in_whole(name, of_one_rank(layer.config)) if spread and each.runs else ():
+            found.setdefault(other, _Kind([], kind.numel, spread))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,14 @@ class Holdings:
     def place(self) -> Place:
         """This rank's place under the current layout."""
         return Place(self._layout, self._worker, self.cell)
+
+    def take_cell(self, cell: Cell) -> None:
+        """Number parts as in ``cell``, this rank's in a new generation, whose smaller cells say how experts are cut."""
+        if cell == self.cell:
+            return
+        self.cell, self._parts = cell, Parts(cell)
+        for held in self._held.values():
+            held.each = cell.of_layer
 
     def create_layers(self, layers: Sequence[int], kept: Mapping[int, tuple[Span, ...]]) -> None:
         """Creates ``layers`` with their initial weights, and an optimizer for what is ``kept`` of each.
@@ -129,7 +138,7 @@ class Holdings:
 
     def optimizer_of(self, held: HeldLayer, spans: tuple[Span, ...]) -> LayerOptimizer:
         """A new optimizer for ``spans`` of a layer."""
-        return LayerOptimizer(held, self.spec, self._groups, spans, self.cell.of_layer)
+        return LayerOptimizer(held, self.spec, self._groups, spans)
 
     def tensors_to_send(self, layer: int, part: int, span: Span = EVERYTHING) -> dict[str, torch.Tensor]:
         """The current state of a held layer, or of a ``span`` of it that is kept here."""
@@ -240,13 +249,16 @@ class Holdings:
 
     def weights(self) -> dict[tuple[int, str], dict[str, torch.Tensor]]:
         """(layer, name of a shard) -> its weights by name, if this rank is the first holder of them."""
-        found = {}
+        found, place, parts = {}, self.place, self._parts
+        if self.cell.each == 1:  # all in one part, whatever parts others have
+            place = replace(place, cell=self.cell.among({}))
+            parts = Parts(place.cell)
         for layer in self._current():
-            first = self.place.first_of(layer)
+            first = place.first_of(layer)
             mine = {name: one for name, one in layer.weights().items() if name in first}
-            for part, shard in zip(self._parts, self.place.shards, strict=True):
-                weights = self._parts.of(layer, mine, part)
+            for part, shard in zip(parts, place.shards, strict=True):
+                weights = parts.of(layer, mine, part)
                 found[layer.index, shard] = {name: one.cpu() for name, one in weights.items()}
-                if self.cell.of_layer.experts > 1:  # everything else is the same in each part
+                if self.cell.of_layer.cuts_experts:  # everything else is the same in each part
                     mine = {name: one for name, one in mine.items() if name in self._parts.spread(layer)}
         return {place: weights for place, weights in found.items() if weights}

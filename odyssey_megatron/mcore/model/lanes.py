@@ -2,6 +2,10 @@
 
 The rank computes the lanes' microbatches one after the other, each as a rank of a whole gang would: routers, their
 losses and random numbers depend on the same things.
+
+In the last turn of an uneven gang some ranks have no lane left. They compute their first lane's microbatch once more,
+since their experts are needed, and since all ranks take part in each message. It counts for nothing: their routers
+choose no experts (``Routing.is_idle``), and its results are left out, so that gradients are zeros.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ from collections.abc import Callable
 import torch
 
 from odyssey_megatron.cluster.cell import Cell
+
+IDLE = -1
+"""In the place of a lane's number: the rank has none in this turn."""
 
 Forward = Callable[[int, torch.Tensor | None], torch.Tensor]
 """Called with the number of a microbatch in the step, and its activation from the layers before."""
@@ -29,13 +36,24 @@ def in_turn(
     """
     if cell.lane_each == 1:
         return forward(go(cell.held_lanes[0]), activation)
-    rows = [None] * cell.lane_each if activation is None else activation.chunk(cell.lane_each)
+    own = len(cell.held_lanes)
+    rows: list[torch.Tensor | None] = [None] * own if activation is None else [*activation.chunk(own)]
+    turns, idle = [*cell.held_lanes], cell.lane_each - own
+    turns += [IDLE] * idle
+    rows += [_apart(rows[0]) for _ in range(idle)]
     outputs = []
-    for lane, row in zip(cell.held_lanes, rows, strict=True):
+    for lane, row in zip(turns, rows, strict=True):
         outputs.append(forward(go(lane), row))
         if outputs[-1].requires_grad:
             outputs[-1].register_hook(_before(go, lane))  # type: ignore[no-untyped-call]
-    return torch.cat(outputs) if outputs[0].dim() else torch.stack(outputs).sum()
+    # The backward goes through all of them, with zeros for those that do not count.
+    if outputs[0].dim():
+        return torch.cat([*outputs[:own], *(one[:0] for one in outputs[own:])])
+    return torch.stack([*outputs[:own], *(one * 0.0 for one in outputs[own:])]).sum()
+
+
+def _apart(row: torch.Tensor | None) -> torch.Tensor | None:
+    return None if row is None else row.detach().requires_grad_(row.requires_grad)
 
 
 def _before(go: Callable[[int], int], lane: int) -> Callable[[torch.Tensor], None]:

@@ -21,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from odyssey_megatron.cluster.cell import ONE, Each
+from odyssey_megatron.cluster.shapes import ONE, Each
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts, needed, rng, slots, span, te, wgrad
 from odyssey_megatron.mcore.model import groups as own
@@ -146,7 +146,8 @@ class HeldLayer(torch.nn.Module):
     ):
         """``kept``: the spans whose optimizer state is kept here. ``each``: how much of the layer this rank has."""
         super().__init__()
-        self.index, self.config, self.ddp_config, self.parts = index, spec.config, spec.ddp_config, parts
+        self.index, self.config, self.ddp_config = index, spec.config, spec.ddp_config
+        self.parts, self.each = parts, each
         if _is_random(spec.config):
             for name in ("embedding", "layer"):
                 if name in self.parts:
@@ -159,7 +160,7 @@ class HeldLayer(torch.nn.Module):
             wgrad.watch(self.parts["layer"], index)
         shares = spec.shares_embedding and index in (0, spec.head)
         needed.watch(self.parts.values(), (index, spec.tied) if shares else (index,))
-        self.optimizer = LayerOptimizer(self, spec, groups, kept, each) if kept else None
+        self.optimizer = LayerOptimizer(self, spec, groups, kept) if kept else None
         self.former: list[LayerOptimizer] = []
         """Optimizers of earlier layouts, to which others may return until a step of the current one is committed."""
 
@@ -269,9 +270,8 @@ def _head_of(spec: ModelSpec, chunk: Any, groups: ProcessGroupCollection) -> dic
     """The modules of the head at the end of ``chunk``, in the order of Megatron's parameters."""
     name = compat.name_of_final_norm(chunk.decoder)
     norm = getattr(chunk.decoder, name)
-    if (
-        norm is None
-    ):  # with multi-token prediction the norm follows the last transformer layer, which is elsewhere
+    # With multi-token prediction the norm follows the last transformer layer, which is elsewhere.
+    if norm is None:
         norm = getattr(_build_chunk(spec, spec.head, spec.num_layers, groups, empty=True).decoder, name)
     ahead = {"mtp": chunk.mtp, "mtp_embedding": _twin(chunk.embedding)} if spec.looks_ahead else {}
     return {"final_layernorm": norm, **ahead, "output_layer": chunk.output_layer}

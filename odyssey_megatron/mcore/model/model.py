@@ -23,13 +23,7 @@ from odyssey_megatron.mcore.model.assembling import assembled, unsent
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.future import FutureTokens
 from odyssey_megatron.mcore.model.holdings import Holdings
-from odyssey_megatron.mcore.model.layers import (
-    LayerBlock,
-    ModelSpec,
-    block_with,
-    build_part,
-    lend,
-)
+from odyssey_megatron.mcore.model.layers import LayerBlock, ModelSpec, block_with, build_part, lend
 from odyssey_megatron.mcore.model.logits import LargestLogit
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LearningRate
@@ -101,7 +95,7 @@ class MegatronModel(Holdings):
         self.cuts_activations = config.sequence_parallel if cuts_activations is None else cuts_activations
         parts = self._groups.tp_cp if config.sequence_parallel else self._groups.cp
         length, *rest = spec.activation_shape(seq_length, micro_batch_size, parts.size())
-        self._message_shape = (length * cell.lane_each, *rest)
+        self._message_shape = (length * len(cell.held_lanes), *rest)
         self._flights = Flights()
         self.future = FutureTokens(config)
         self.logits = LargestLogit(config, cell.rank, world_size)
@@ -202,6 +196,12 @@ class MegatronModel(Holdings):
             return {}
         return self.microbatches.look_ahead(self._layout, self._worker)
 
+    def _go_to(self, microbatch: int, lane: int | None = None) -> int:
+        """See ``Microbatches.go_to``."""
+        number = self.microbatches.go_to(microbatch, lane)
+        self.routing.is_idle = self.microbatches.is_idle
+        return number
+
     def forward(
         self,
         microbatch: int,
@@ -217,11 +217,11 @@ class MegatronModel(Holdings):
         output = lanes.in_turn(
             self.cell,
             activation,
-            lambda lane: self.microbatches.go_to(microbatch, lane),
+            lambda lane: self._go_to(microbatch, lane),
             lambda number, rows: self._forward_of_lane(number, first, last, rows, ahead=ahead, needs=needs),
         )
         if self._training:
-            self._flights[self.microbatches.go_to(microbatch), first] = Flight(
+            self._flights[self._go_to(microbatch), first] = Flight(
                 activation, output, WeightGrads(), last - first
             )
         return output
@@ -258,7 +258,8 @@ class MegatronModel(Holdings):
                 )
         assert tensor is not None
         # Blocks before the head have no losses; that is known on the host, without asking the device.
-        self._tally.add(microbatch, first, last, tokens, self._tally.read(reported), ahead=ahead)
+        if not self.routing.is_idle:
+            self._tally.add(microbatch, first, last, tokens, self._tally.read(reported), ahead=ahead)
         return tensor
 
     def adopt(self, visits: Collection[Visit]) -> None:
@@ -269,7 +270,7 @@ class MegatronModel(Holdings):
     def kept(self, microbatch: int, first: int, last: int) -> None:
         if not self._training:
             return
-        output = self._flights[self.microbatches.go_to(microbatch), first].output
+        output = self._flights[self._go_to(microbatch), first].output
         schedules.deallocate_output_tensor(output, self.spec.config.deallocate_pipeline_outputs)
 
     def undo(self, visits: Collection[Visit]) -> None:
@@ -292,17 +293,17 @@ class MegatronModel(Holdings):
             assert passed is not None
             if self.microbatches.in_first_lane:
                 passed(layer)
-                self.microbatches.go_to(microbatch)  # switch back, since recomputation draws random numbers
+                self._go_to(microbatch)  # switch back, since recomputation draws random numbers
 
         if passed is not None:
             passed(last)
-        flight = self._flights[self.microbatches.go_to(microbatch), first]
+        flight = self._flights[self._go_to(microbatch), first]
         collecting = flight.weight_grads.collecting(on_the_way if passed else None)
         with cut_off.tidied(self.spec.config, self._held.values()), collecting, self.loss_scale.only_if(word):
             return compat.backward_step(flight.activation, flight.output, grad, self.spec.config)
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
-        self._flights.finish(self.microbatches.go_to(microbatch), first, last, self.layers)
+        self._flights.finish(self._go_to(microbatch), first, last, self.layers)
 
     def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
         return summed.gradients(self._block(first, last), self._parts, first, last, part)

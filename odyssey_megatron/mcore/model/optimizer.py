@@ -17,8 +17,9 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from odyssey_megatron.cluster.cell import ONE, Each
+from odyssey_megatron.cluster.shapes import Each
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.model.experts import is_spread, of_one_rank
 from odyssey_megatron.mcore.model.flat import Range, ranges
 from odyssey_megatron.mcore.model.parking import Parking
 from odyssey_megatron.plan.slices import EVERYTHING, Span
@@ -99,9 +100,8 @@ class LayerOptimizer:
         spec: ModelSpec,
         groups: ProcessGroupCollection,
         spans: tuple[Span, ...] = (EVERYTHING,),
-        each: Each = ONE,
     ):
-        """``each``: how much of the layer this rank has."""
+        """``module``: the layer, which knows how much of it this rank has (``HeldLayer.each``)."""
         config = spec.optimizer_config
         if config.use_distributed_optimizer:
             raise ConfigError(
@@ -115,11 +115,11 @@ class LayerOptimizer:
         """One of Megatron's optimizers, and another for experts that are spread over ranks; with Muon, separate ones
         for its matrices and for the rest.
         """
-        self.spans, self._module, self._each = spans, module, each
+        self.spans, self._module = spans, module
         self._kept: dict[str, list[_Kept]] = defaultdict(list)
         is_all = spans == (EVERYTHING,)
         of_each: dict[str, list[Range]] = defaultdict(list)
-        for one in ranges(module, each, spans):
+        for one in ranges(module, self._each, spans):
             of_each[one.name].append(one)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for megatron in self._megatron:
@@ -151,6 +151,11 @@ class LayerOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for one in self._megatron for group in one.param_groups]
+
+    @property
+    def _each(self) -> Each:
+        each: Each = self._module.each
+        return each
 
     def kept(self) -> Iterator[_Kept]:
         """The numbers whose state is kept, for all parameters, by name."""
@@ -185,15 +190,17 @@ class LayerOptimizer:
         return sum(one.nbytes for span in self.spans for _, one in self._of_span(span))
 
     def part_bytes(self) -> int:
-        """Bytes of the state of one part of the whole layer, extrapolated from what is kept here."""
-        numbers = {span: 0 for span in (EVERYTHING, *self.spans)}
-        for one in ranges(self._module, self._each, numbers, 0):
-            numbers[one.span] += one.stop - one.start
+        """Bytes of a layer's whole state on a rank of a whole cell, extrapolated from what is kept here."""
+        times = self._each.times_experts(of_one_rank(self._module.config)) if self._each.cuts_experts else 1.0
+        numbers = {span: 0.0 for span in (EVERYTHING, *self.spans)}
+        for one in ranges(self._module, self._each, numbers):
+            numbers[one.span] += (one.stop - one.start) / (times if is_spread(one.parameter) else 1.0)
         here = sum(numbers[span] for span in self.spans)
         kept = sum(
-            one.nbytes // (each.of.parts if one.dim() else 1)
+            one.nbytes
+            // (each.of.parts if one.dim() else 1)
+            / (times if is_spread(each.of.parameter) else 1.0)
             for each in self._each_kept()
-            if each.of.part in (None, 0)
             for one in each.tensors().values()
         )
         return round(kept * numbers[EVERYTHING] / here) if here else 0

@@ -5,7 +5,8 @@ A job with tensor parallelism T cuts a layer into T parts. A cell that has lost 
 is composed of those parts' tensors (``flat.Cut``). Whatever leaves such a rank, or arrives there, goes part by part,
 with the names, shapes, order and flat buffers of a whole cell's rank. Where the cell only has fewer context-parallel
 ranks, t is T. A rank of a smaller gang has the experts of several consecutive expert-parallel ranks: each expert is in
-one part only, and everything else is the same in all of these parts.
+one part only, and everything else is the same in all of these parts. With an uneven gang in the job, these parts are
+the runs of experts that no rank shares out (``Cell.runs``), and a rank of a whole gang may have several, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from odyssey_megatron.cluster.cell import ONE, Cell
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.shapes import ONE
+from odyssey_megatron.mcore.model import slots
 from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_one_rank
 from odyssey_megatron.mcore.model.flat import Cut
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
@@ -53,7 +56,7 @@ class Parts:
         if self.is_one:
             return dict(tensors)
         number = self._numbers.index(part)
-        if self.each.experts > 1:
+        if self.each.cuts_experts:
             return self._with_experts(layer, tensors, number)
         cuts = self._cuts(layer, tensors)
         return {name: cuts[name].part(one.detach(), number) for name, one in tensors.items()}
@@ -67,18 +70,19 @@ class Parts:
                 cuts[name].put(tensors[name], number, one)
 
     def bytes_of_one(self, layer: HeldLayer) -> int:
-        """Bytes of everything that moves with one part of ``layer``; optimizer state is extrapolated from what is kept
-        here.
+        """Bytes of everything that a rank of a whole cell has of ``layer``; optimizer state is extrapolated from what
+        is kept here.
         """
         weights, spread = layer.weights(), self.spread(layer)
         cuts = self._cuts(layer, weights) if self.each.shards > 1 else {}
+        experts = self.each.times_experts(of_one_rank(layer.config)) if spread else 1
         of_weights = sum(
             one.nbytes
             // (self.each.shards if name in cuts and cuts[name].dim is not None else 1)
-            // (self.each.experts if name in spread else 1)
+            / (experts if name in spread else 1)
             for name, one in weights.items()
         )
-        return of_weights + (layer.optimizer.part_bytes() if layer.optimizer else 0)
+        return round(of_weights) + (layer.optimizer.part_bytes() if layer.optimizer else 0)
 
     def _cuts(self, layer: HeldLayer, names: Iterable[str]) -> dict[str, Cut]:
         """The cut of each tensor in ``names``: parameters, and their optimizer state, which is cut in the same way."""
@@ -109,7 +113,7 @@ class Parts:
                 before, _, behind = name.rpartition(".")
                 kind, parameter, kept = (2, before, f".{behind}") if before in parameters else (1, "", name)
             if parameter and is_spread(parameters[parameter]):
-                part, parameter = in_whole(parameter, of_one_rank(layer.config))
+                part, parameter = in_whole(parameter, of_one_rank(layer.config), self.each)
                 if part != number:
                     continue
             found.append((kind, parameter, f"{parameter}{kept}", one.detach()))
@@ -119,7 +123,7 @@ class Parts:
         """The ids of the expert parameters that are in ``part``."""
         number, count = self._numbers.index(part), of_one_rank(layer.config)
         names = {name: one for name, one in layer.named_parameters() if is_spread(one)}
-        return {id(one) for name, one in names.items() if in_whole(name, count)[0] == number}
+        return {id(one) for name, one in names.items() if in_whole(name, count, self.each)[0] == number}
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -136,6 +140,22 @@ class Parts:
             made = _Staged.of(block.buffered(first, last), self.each.shards, number)
         self._staged[first, last, part, spread] = made
         return made
+
+    def of_run(self, block: LayerBlock, first: int, last: int, part: int) -> list[torch.Tensor]:
+        """The gradients of the experts in ``part``, a run of them, of layers ``[first, last)`` of ``block``: 1-D, in
+        place. A whole gang beside an uneven one has no room planned for copies.
+        """
+        found = []
+        for layer in block.inside(first, last):
+            ours, buffers = self.of_part(layer, part), dict[int, list[torch.Tensor]]()
+            for view in (main_grad(one) for one in layer.parameters() if id(one) in ours):
+                buffers.setdefault(view.untyped_storage().data_ptr(), []).append(view)
+            for views in buffers.values():
+                low = min(one.storage_offset() for one in views)
+                high = max(one.storage_offset() + one.numel() for one in views)
+                assert high - low == sum(map(torch.Tensor.numel, views)), "another's gradients lie between"
+                found.append(views[0].as_strided((high - low,), (1,), low))
+        return found
 
     def staged(self, first: int, last: int, part: int, *, spread: bool = False) -> _Staged:
         """What :meth:`stage` has returned last for these arguments."""
@@ -262,6 +282,15 @@ _SHARDS_KEPT: _Reasons = (
 )
 
 
+_EVEN_GANGS: _Reasons = (
+    ("it has no more experts than ranks", lambda config: _experts_of_one(config) < 2),
+    # Of ranks without a lane in a turn these see what no router has chosen.
+    ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
+    ("it logs, or clips by, attention logits", lambda config: _looks_at_logits(config)),
+    ("it permutes tokens in one kernel", lambda config: getattr(config, "moe_permute_fusion", False)),
+)
+
+
 class Kept(NamedTuple):
     """Why a cell cannot go on with fewer ranks; empty strings: it can."""
 
@@ -269,6 +298,8 @@ class Kept(NamedTuple):
     """The reason against any smaller number of ranks."""
     shards: str
     """The reason against fewer tensor-parallel ranks, each of which would have more of a layer."""
+    even: str
+    """The reason against numbers of a gang's ranks that do not divide a whole one's."""
 
 
 def kept_whole(
@@ -289,11 +320,24 @@ def kept_whole(
         shards = "Muon goes by the matrix that each rank of a whole cell has"
     if not whole and not has_lanes and config.context_parallel_size == 1:
         whole = shards
-    return Kept(whole, shards)
+    return Kept(whole, shards, _why_even(config) if has_lanes else "")
 
 
 def _has_gangs(config: Any) -> bool:
     return bool(config.num_moe_experts) and config.expert_model_parallel_size > 1
+
+
+def _why_even(config: Any) -> str:
+    why = slots.why_even(config)
+    return _first(_EVEN_GANGS, config) or (f"it has {why}" if why else "")
+
+
+def _experts_of_one(config: Any) -> int:
+    return int(config.num_moe_experts // config.expert_model_parallel_size)
+
+
+def _looks_at_logits(config: Any) -> bool:
+    return getattr(config, "log_max_attention_logit", False) or getattr(config, "qk_clip", False)
 
 
 def _first(reasons: _Reasons, config: Any) -> str:

@@ -25,6 +25,8 @@ class Place:
         holders, speaker = self.layout.all_holders[layer], self.layout.speaker(layer)
         order = [speaker, *(worker for worker in holders if worker != speaker)]
         cell = self.cell
+        if spread and cell.runs:
+            return order.index(self.worker)  # one rank of each gang has a run
         parts, full = (
             (cell.expert_parts, cell.full_expert_parts) if spread else (cell.tensor, cell.full_tensor)
         )
@@ -41,8 +43,16 @@ class Place:
         """The names of these parts: ``tp0``, ..., with experts that are spread over ranks ``part0``, ...; empty: the
         whole layer.
         """
+        if self.cell.runs:
+            return tuple(self._of_run(at) for at in self.cell.held_runs)
         kind = "part" if self.cell.full_expert > 1 else "tp" if self.cell.parts > 1 else ""
         return tuple(f"{kind}{part}" if kind else "" for part in self.parts)
+
+    def _of_run(self, run: int) -> str:
+        """The name of the part with a run of experts: that of the part of a whole gang that it is in, and where."""
+        whole, offset = divmod(self.cell.runs[run], self.cell.experts // self.cell.full_expert)
+        part = f"part{self.cell.tensor_rank + self.cell.tensor * whole}"
+        return f"{part}+{offset}" if offset else part
 
     def first_of(self, layer: HeldLayer) -> set[str]:
         """The names of the weights of ``layer`` for which this rank is the first of its holders."""

@@ -26,9 +26,11 @@ def gradients(block: LayerBlock, parts: Parts, first: int, last: int, part: int)
 def expert_gradients(
     block: LayerBlock, parts: Parts, first: int, last: int, part: int
 ) -> Sequence[torch.Tensor]:
-    """The same for experts that are spread over ranks."""
-    if parts.each.experts == 1:
+    """The same for experts that are spread over ranks; in place, too, where parts are runs of experts."""
+    if not parts.each.cuts_experts:
         return block.expert_gradients(first, last)
+    if parts.each.runs:
+        return parts.of_run(block, first, last, part)
     return parts.stage(block, first, last, part, spread=True).buffers
 
 
