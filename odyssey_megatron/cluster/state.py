@@ -102,7 +102,7 @@ class WorkerState:
         """
         if round(self.share * self.turns, 6) == 1.0:
             return Share(self.share, 1 / min(self.turns, self.context))
-        kept = ceil(self.experts / self.share) / self.experts if self.experts else 1 / self.share
+        kept = ceil(round(self.experts / self.share, 6)) / self.experts if self.experts else 1 / self.share
         return Share(1 / self.turns, kept / self.turns)
 
     @property
