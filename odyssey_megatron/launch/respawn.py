@@ -187,6 +187,12 @@ class Respawn:
             self._start_in_place(move, now_s)
         left = list(ranks[:size])
         self._journal.event("cell_shrinks", ranks=left, whole=job.cell_size, echo=True)
+        rest = self._places.living(worker, job.cell_size)[size:]
+        if rest and job.even_gangs_only:
+            say(
+                f"[odyssey] ranks {rest} stand by, as a gang of this job goes on only with as many ranks as divide "
+                f"{job.cell_size}: {job.even_gangs_only}"
+            )
 
     def _start_in_place(self, move: Move, now_s: float) -> None:
         """Start the missing rank in place of the spare, as soon as the process of the spare, if any, has ended."""

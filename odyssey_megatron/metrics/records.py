@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypedDict
 
 from odyssey_megatron.inputs import FINITE, Between
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the journal. It goes up when a field changes its meaning or goes away, not for new fields or events."""
 
 COMMON_FIELDS = (
@@ -101,7 +101,8 @@ A field means the same in each event: ``dead`` is a list of ranks everywhere, an
 them has died of (``cell``: another rank of its cell has).
 
 - ``decision``: one that is ``planned`` is an offer, and counts once it was ``switched`` to. ``cell_size``:
-  the number of ranks of a whole worker. ``shapes``: [worker, number of ranks] for smaller ones.
+  the number of ranks of a whole worker. ``shapes``: [worker, number of ranks] for smaller ones;
+  below schema version 3 [worker, places of a whole cell that each of its ranks fills].
 - ``generation_agreed``: ``agreed_s`` by the clock of the job's host; see ``generation_started``.
 - ``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``.
 - ``slowness``: something makes steps longer, or no longer does. ``slow_ranks``: those of a slow worker; its

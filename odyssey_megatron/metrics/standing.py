@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.codec import from_jsonable
+from odyssey_megatron.metrics.records import SCHEMA_VERSION
 from odyssey_megatron.metrics.recoveries import named, ranks_of
 from odyssey_megatron.metrics.timeline import JournalEvent
 from odyssey_megatron.plan.layout import Layout
@@ -14,6 +15,8 @@ TRAINS, SHADOW, WAITS, JOINS, DEAD = "trains", "shadow", "waits", "joins", "dead
 Span = tuple[int, int]
 _MOST_RANKS = 1 << 20
 """A journal with more ranks is damaged."""
+_SIZES_SINCE = 3
+"""Schema version since which ``shapes`` of a decision are numbers of ranks; before, of places that each rank fills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,7 @@ def standing(events: Sequence[JournalEvent], world_size: int) -> JobStanding:
     cell = max(1, decided[first].get("cell_size", 1))
     hosts, (dead, joining) = nodes_of(events), _dead(events)
     workers = range(-(-world_size // cell))
-    sizes = dict(decided[current].get("shapes") or ())
+    sizes = _sizes(decided[current], cell)
     ranks = {
         worker: tuple(range(worker * cell, min(worker * cell + sizes.get(worker, cell), world_size)))
         for worker in workers
@@ -207,6 +210,13 @@ def _places(
             )
         )
     return tuple(found)
+
+
+def _sizes(decision: JournalEvent, cell: int) -> dict[int, int]:
+    """Return worker -> its number of ranks, of smaller cells, also from a journal of an earlier version."""
+    has_places = decision.get("schema_version", SCHEMA_VERSION) < _SIZES_SINCE
+    shapes = {worker: value for worker, value in decision.get("shapes") or () if value}
+    return {worker: cell // value if has_places else value for worker, value in shapes.items()}
 
 
 def _margins(layout: Layout, gone: frozenset[int], nodes: Mapping[int, str]) -> tuple[Margin, ...]:

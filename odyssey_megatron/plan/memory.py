@@ -122,7 +122,7 @@ def activation_caps(
         if state[worker] + least > budget[worker]:
             share = shares.get(worker, WHOLE_CELL).ranks
             needs = [size_text(round(size / share)) for size in (state[worker] + least, state[worker], least)]
-            ranks = f", with {share:.0%} of a cell's ranks," if share != 1.0 else ""
+            ranks = f", which counts as {share:.0%} of a cell," if share != 1.0 else ""
             raise PlanInfeasible(
                 f"worker {worker}{ranks} needs {needs[0]} ({needs[1]} of state, {needs[2]} of activations at the "
                 f"least), and {size_text(budget_bytes)} may be used"

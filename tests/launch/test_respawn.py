@@ -149,22 +149,19 @@ def test_a_cell_that_loses_a_rank_meanwhile_is_as_others_that_have():
 
 
 class Node:
-    """Two cells of two ranks, as their agent has them; their ends are the test's."""
+    """Two cells of two ranks, unless the job ``differs``, as their agent has them; their ends are the test's."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **differs):
         self.rendezvous, self.folder = LocalRendezvous("test"), folder
         address = self.rendezvous.next_rendezvous().bootstrap_store_info
         self.control = Control.connect(address.master_addr, address.master_port, "token", timeout_s=5)
+        sizes = {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2}
         spec = JobSpec(
-            num_layers=4,
-            pipeline_model_parallel_size=1,
-            tensor_model_parallel_size=2,
-            num_microbatches=4,
-            tokens_per_step=64,
-            train_steps=10,
+            num_layers=4, num_microbatches=4, tokens_per_step=64, train_steps=10, **sizes | differs
         )
+        world_size = 2 * spec.cell_size
         self.control.put(keys.JOB, to_json({"job": to_json(spec), "profile": ""}))
-        envs = {slot: {"RANK": str(slot), "WORLD_SIZE": "4"} for slot in range(4)}
+        envs = {slot: {"RANK": str(slot), "WORLD_SIZE": str(world_size)} for slot in range(world_size)}
         journal = Journal(folder, source="agent0")
         config = OdysseyConfig(respawn=1)
         self.respawn = Respawn(SimpleNamespace(envs=envs), self.control, config, None, journal)
@@ -226,6 +223,23 @@ def test_a_cell_that_loses_a_rank_before_it_can_leave_comes_back_whole(node, die
         node.ends(3, 3)
     assert node.places is None
     assert sorted(node.due()) == [(2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("why", "left", "rest"), [("", [4, 5, 6], ""), ("it has a reason", [4, 5], "ranks [6] stand by")]
+)
+def test_an_agent_says_why_a_gang_goes_on_without_ranks_that_are_left(tmp_path, capfd, why, left, rest):
+    gang = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 4, "num_experts": 8}
+    node = Node(tmp_path, **gang, even_gangs_only=why)
+    for _ in range(2):
+        node.ends(7, 7, code=-9)
+        node.due()
+    (shrinks,) = [one for one in read_journal(node.folder) if one["event"] == "cell_shrinks"]
+    assert (shrinks["ranks"], shrinks["whole"]) == (left, 4)
+    said = capfd.readouterr().err
+    assert rest in said
+    assert why in said
+    assert ("stand by" in said) == bool(rest)
 
 
 @pytest.mark.parametrize(("said", "then"), [("0", ""), ("0/2", ""), ("", ""), ("10000", "10000")])

@@ -54,6 +54,11 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
             "config.recompute_num_layers": 1,
         },
     ),
+    "gangs whose routers draw": (
+        [4, 3, 2],
+        EXPERTS
+        | {"expert_model_parallel_size": 4, "num_experts": 8, "config.moe_router_force_load_balancing": True},
+    ),
     "gangs of cells": ([4, 2], EXPERTS | {"expert_model_parallel_size": 2, "sequence_parallel": True}),
 }
 """Sizes of cells, and changes of the example's flags."""

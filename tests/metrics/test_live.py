@@ -322,3 +322,15 @@ def test_a_cell_that_has_lost_ranks_trains_with_fewer():
         ("trains", "rank 2, 1 of 2 ranks"),
     ]
     assert now.survives == 0
+
+
+@pytest.mark.parametrize(("version", "shape"), [(2, [1, 4]), (3, [1, 1])])
+def test_a_smaller_cell_of_an_earlier_journal_is_as_large_as_it_was(version, shape):
+    """It had the number of places that each rank fills, where there is a number of ranks now."""
+    layout = to_jsonable(layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),)))
+    common = {"event": "decision", "layout": layout, "cell_size": 4, "schema_version": version}
+    events = [
+        common | {"generation": 1, "shapes": [shape]},
+        {"event": "generation_started", "generation": 1, "members": [0, 1, 2, 3, 4]},
+    ]
+    assert [one.ranks for one in standing(events, 8).places] == [(0, 1, 2, 3), (4,)]

@@ -70,6 +70,18 @@ def test_a_cell_is_whole_again_when_it_comes_back():
     assert back.workers[0].share == 1.0
 
 
+@pytest.mark.parametrize(
+    ("ranks", "left", "experts", "most"), [(4, 3, 2, 3), (8, 7, 16, 19), (10, 7, 21, 30), (11, 3, 15, 55)]
+)
+def test_each_rank_of_an_uneven_gang_has_the_experts_of_its_fullest(ranks, left, experts, most):
+    """And activations of as many lanes as there are turns."""
+    state = initial_state(nodes=(0,) * ranks, cell_size=ranks, experts=experts)
+    worker, turns = state.workers[0].smaller(left), -(-ranks // left)
+    share = worker.beside_whole
+    assert worker.pace == share.ranks == 1 / turns
+    assert share.state / share.ranks == pytest.approx(most / experts)
+
+
 def test_bytes_of_each_of_its_ranks():
     """With half of the ranks, so much fits as in half of the memory."""
     layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
@@ -79,7 +91,7 @@ def test_bytes_of_each_of_its_ranks():
     assert caps[SMALL] == budget // 2 - state[SMALL]
     assert caps[0] == budget - state[0]
     with pytest.raises(
-        PlanInfeasible, match=r"worker 4, with 25% of a cell's ranks, needs 60 bytes \(48 bytes of"
+        PlanInfeasible, match=r"worker 4, which counts as 25% of a cell, needs 60 bytes \(48 bytes of"
     ):
         activation_caps(layout, COSTS, budget_bytes=59, shares={SMALL: Share(0.25)})
     activation_caps(layout, COSTS, budget_bytes=60, shares={SMALL: Share(0.25)})
@@ -147,7 +159,7 @@ def test_where_memory_does_not_allow_it_idles_and_the_table_says_why():
     assert SMALL not in computing(decision.plan)
     assert decision.plan.step_s <= after.step_s * (1 + 1e-9)
     reasons = " ".join(row.reason for row in decision.candidates)
-    assert "worker 4, with 12% of a cell's ranks, needs" in reasons
+    assert "worker 4, which counts as 12% of a cell, needs" in reasons
 
 
 @pytest.mark.parametrize("memory_bytes", [30, 40, 60])

@@ -8,7 +8,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.mcore.loop.balance import Balance, heads
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
-from odyssey_megatron.mcore.model.lanes import IDLE
+from odyssey_megatron.mcore.model.lanes import IDLE, expert_part
 from odyssey_megatron.mcore.model.rng import INITIAL, LayerSeeds
 from odyssey_megatron.plan.layout import Layout
 
@@ -68,10 +68,11 @@ class Microbatches:
         """
         first = self._cell.held_lanes[0]
         self._lane = first if lane is None else lane
-        number = self.balance.in_place(microbatch) * self._cell.full_lanes + (
-            first if self.is_idle else self._lane
-        )
+        at = first if self.is_idle else self._lane
+        number = self.balance.in_place(microbatch) * self._cell.full_lanes + at
         self._seeds.microbatch, self._seeds.is_idle = number, self.is_idle
+        if self._cell.lane_each > 1:  # a router may draw by the rank (--moe-router-force-load-balancing)
+            self._seeds.in_place_of(expert_part(self._cell, at))
         assert self.source is not None
         self.source.go_to(number)
         return number

@@ -52,6 +52,13 @@ def in_turn(
     return torch.stack([*outputs[:own], *(one * 0.0 for one in outputs[own:])]).sum()
 
 
+def expert_part(cell: Cell, lane: int) -> int:
+    """Which part of the experts a whole gang's rank has that computes in ``lane`` what the rank of ``cell`` does, whose
+    lanes are not cut over context-parallel ranks.
+    """
+    return (lane * cell.tensor + cell.tensor_rank) % (cell.full_expert * cell.tensor)
+
+
 def _apart(row: torch.Tensor | None) -> torch.Tensor | None:
     return None if row is None else row.detach().requires_grad_(row.requires_grad)
 

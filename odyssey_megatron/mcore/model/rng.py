@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,6 +71,10 @@ class LayerSeeds:
         self.step, self.microbatch = INITIAL, INITIAL
         self.is_idle = False
         """Whether the microbatch is computed once more, for nothing (``lanes.py``)."""
+
+    def in_place_of(self, experts: int) -> None:
+        """Draw from now on what the rank of a whole gang does that has this part of the experts."""
+        self._part = replace(self._part, experts=experts)
 
     def attach(self, module: torch.nn.Module, layer: int) -> None:
         """Make ``module`` draw the random numbers of ``layer`` from now on."""
