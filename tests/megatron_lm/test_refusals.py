@@ -29,6 +29,7 @@ GIVEN = {
     "--exp-avg-sq-dtype": "--exp-avg-sq-dtype fp16",
     "--mtp-standalone": "--mtp-standalone",
     "--mtp-use-repeated-layer": "--mtp-use-repeated-layer",
+    "--pipeline-model-parallel-layout": "--mtp-num-layers 1 --pipeline-model-parallel-layout Et|tt|tm|L",
     "--mtp-detach-heads": "--mtp-detach-heads",
     "--use-megatron-fsdp": "--use-megatron-fsdp",
     "--use-torch-fsdp2": "--use-torch-fsdp2",
