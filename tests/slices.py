@@ -17,7 +17,6 @@ OF_EACH_FILE = {
     "tests/e2e/test_storms.py": 1,
     "tests/e2e/test_shrinking.py": 1,
     "tests/e2e/test_drawn_shapes.py": 1,
-    "tests/e2e/test_drawn_uneven.py": 1,
 }
 """How many: all together take about two minutes on two cores."""
 
