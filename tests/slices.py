@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 
 OF_EACH_FILE = {
-    "tests/e2e/test_matrix.py": 4,
+    "tests/e2e/test_matrix.py": 2,
     "tests/e2e/test_two_speed.py": 1,
     "tests/e2e/test_rejoin.py": 1,
     "tests/e2e/test_resume.py": 1,
