@@ -196,6 +196,20 @@ WHOLE = [
 ]
 
 
+def assert_given_all_once(here, one, counterparts):
+    """The ranks ``here`` give rank ``one`` of another worker all that it needs, once; who gives anything is among its
+    ``counterparts``.
+    """
+    for cuts in (False, True):
+        gives = {other.rank: other.gives(one, cuts=cuts) for other in here}
+        assert sorted(at for own in gives.values() for at in own) == sorted(one.pieces(cuts))
+        assert {rank for rank, own in gives.items() if own} <= counterparts
+    moves = {other.rank: other.moves(one) for other in here}
+    assert sorted(part for own in moves.values() for part in own) == list(one.held_parts)
+    assert all(part in other.held_parts for other in here for part in moves[other.rank])
+    assert {rank for rank, own in moves.items() if own} <= counterparts
+
+
 @pytest.mark.parametrize("sizes", WHOLE, ids=str)
 def test_two_ranks_agree_on_what_they_have_in_common(sizes):
     """Between cells of any two divisions: each rank is given all that it needs, once."""
@@ -208,16 +222,10 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
         here, there = whole.of_worker(0, ours), whole.of_worker(1, theirs)
         for one in there:
             counterparts = {other.rank for other in one.counterparts(0, ours)}
-            for cuts in (False, True):
-                gives = {other.rank: other.gives(one, cuts=cuts) for other in here}
-                assert sorted(at for own in gives.values() for at in own) == sorted(one.pieces(cuts))
-                assert {rank for rank, own in gives.items() if own} <= counterparts
-                if ours == theirs:
-                    assert gives[one.index] == one.pieces(cuts), "all of it, as it lies"
-            moves = {other.rank: other.moves(one) for other in here}
-            assert sorted(part for own in moves.values() for part in own) == list(one.held_parts)
-            assert all(part in other.held_parts for other in here for part in moves[other.rank])
-            assert {rank for rank, own in moves.items() if own} <= counterparts
+            assert_given_all_once(here, one, counterparts)
+            if ours == theirs:
+                for cuts in (False, True):
+                    assert here[one.index].gives(one, cuts=cuts) == one.pieces(cuts), "all of it, as it lies"
             for other in (other for other in here if other.rank in counterparts):
                 assert one.rank in {back.rank for back in other.counterparts(1, theirs)}
                 assert one.named("a", other.rank) == other.named("a", one.rank)
@@ -260,14 +268,7 @@ def test_ranks_of_an_uneven_gang_have_all_lanes_and_experts_between_them(ranks, 
             held = [part for one in gang for part in one.held_parts]
             assert sorted(held) == [*range(among.parts)] if among.runs or len(gang) == whole.size else held
         for one in there:
-            counterparts = {other.rank for other in one.counterparts(0, ours)}
-            for cuts in (False, True):
-                gives = {other.rank: other.gives(one, cuts=cuts) for other in here}
-                assert sorted(at for own in gives.values() for at in own) == sorted(one.pieces(cuts))
-                assert {rank for rank, own in gives.items() if own} <= counterparts
-            moves = {other.rank: other.moves(one) for other in here}
-            assert sorted(part for own in moves.values() for part in own) == list(one.held_parts)
-            assert {rank for rank, own in moves.items() if own} <= counterparts
+            assert_given_all_once(here, one, {other.rank for other in one.counterparts(0, ours)})
             assert [one.slot(part) % among.parts for part in one.held_parts] == [*one.held_parts]
             for parts in {among.full_tensor, among.full_expert_parts}:
                 having = {part: among.having(1, part, parts, theirs) for part in range(parts)}

@@ -13,16 +13,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from odyssey_megatron.errors import EXIT_LAYERS_LOST
-from odyssey_megatron.metrics.steps import loss_difference
-from tests.e2e.jobs import (
-    TOLERANCE,
-    Outcome,
-    assert_equal_numbers,
-    assert_equal_weights,
-    assert_holders_agree,
-)
-from tests.e2e.test_drawn_shapes import IN_A_RECOVERY, IN_A_STEP
+from tests.e2e.drawn import another, assert_exact_or_lost
+from tests.e2e.jobs import Outcome, assert_equal_weights
 from tests.e2e.test_shrinking import lost
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(600)]
@@ -96,27 +88,8 @@ def drawn(seed: int) -> Case:
     first = rng.randrange(gangs)
     inject = [lost(first * size + rng.randrange(size), rng.randrange(1, 4))]
     for _ in range(rng.randint(0, 3)):
-        inject.append(another(rng, size=size, gangs=gangs, first=first))
+        inject.append(another(rng, size=size, workers=gangs, first=first, steps=STEPS))
     return Case(shape=shape, model=" ".join(model), flags=" ".join(flags), inject=";".join(inject))
-
-
-def another(rng: random.Random, *, size: int, gangs: int, first: int) -> str:
-    """One more rank that dies, when there is an uneven gang, or nearly so: of it, or of others."""
-    is_own = rng.random() < 0.5
-    worker = first if is_own else rng.choice([one for one in range(gangs) if one != first])
-    rank = worker * size + rng.randrange(size // 2 if is_own else size)
-    incarnation = rng.choice((1, 2, 2, 2, 2)) if is_own else 0
-    where, step = "", -1
-    if rng.random() < 0.4:
-        point = rng.choice(IN_A_RECOVERY)
-        where = "" if is_own else f",generation={rng.randrange(3, 8)}"
-    else:
-        point = rng.choice(IN_A_STEP)
-        step = step if is_own else rng.randrange(6, STEPS - 8)
-    found = f"rank={rank},step={step},at={point},incarnation={incarnation}{where}"
-    if rng.random() < 0.4:
-        found += f";rank={rank},step=-1,at=groups,incarnation={incarnation + 1}"
-    return found
 
 
 def whole_parts(shot: Outcome) -> dict[str, dict[str, torch.Tensor]]:
@@ -135,14 +108,6 @@ def test_whatever_happens_it_is_exact_or_says_what_is_lost(jobs, undisturbed, na
     job = f"{case.model} --train-iters {STEPS}"
     flags = f"{job} {case.flags} --odyssey-inject {case.inject} --odyssey-hang-s 10 --odyssey-respawn 1"
     shot = jobs.run(name, ranks=gangs * size, stages=stages, flags=flags, timeout_s=400.0)
-    assert "Traceback" not in shot.log, f"{case}\n{shot.log[-4000:]}"
-    ours, theirs = shot.run.steps, undisturbed(job, ranks=size).run.steps
-    if shot.exit_code == EXIT_LAYERS_LOST:
-        assert "is left of" in shot.log or "no rank is left" in shot.log, f"{case}\n{shot.log[-4000:]}"
-        assert [one.step for one in ours] == [*range(len(ours))]
-        assert not ours or loss_difference(ours, theirs[: len(ours)]).max_relative <= TOLERANCE
-        return
-    assert shot.exit_code == 0, f"{case}\n{shot.log[-4000:]}"
-    assert_equal_numbers(ours, theirs, rel=TOLERANCE)
-    assert_equal_weights(whole_parts(shot), whole_parts(undisturbed(job, ranks=size)))
-    assert_holders_agree(shot)
+    whole = undisturbed(job, ranks=size)
+    if assert_exact_or_lost(shot, whole.run.steps, case):
+        assert_equal_weights(whole_parts(shot), whole_parts(whole))
