@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from odyssey_megatron.cluster.events import (
     Event,
@@ -234,14 +234,20 @@ class ClusterState:
 
 
 def initial_state(
-    *, nodes: tuple[int, ...], started_s: float = 0.0, cell_size: int = 1, **of_each: Any
+    *,
+    nodes: tuple[int, ...],
+    started_s: float = 0.0,
+    cell_size: int = 1,
+    context: int = 1,
+    experts: int = 0,
+    experts_work: float = 0.0,
 ) -> ClusterState:
     """Return the state at the start of a job, with all ranks alive.
 
     Args:
         nodes: ``nodes[r]`` is the node of rank r; a worker's node is that of its first rank.
         cell_size: number of ranks of a whole cell.
-        of_each: ``context``, ``experts`` and ``experts_work`` of each worker: see :class:`WorkerState`.
+        context, experts, experts_work: those of each worker: see :class:`WorkerState`.
     """
     size = cell_size
     workers = tuple(
@@ -249,8 +255,10 @@ def initial_state(
             worker=first // size,
             node=nodes[first],
             ranks=tuple(range(first, first + size)),
+            context=context,
+            experts=experts,
+            experts_work=experts_work,
             other_nodes=tuple(sorted({*nodes[first : first + size]} - {nodes[first]})),
-            **of_each,
         )
         for first in range(0, len(nodes), size)
     )
