@@ -9,14 +9,15 @@ import torch
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.mcore.device import sharing
 from odyssey_megatron.policy.block_configs import UnlikeLayers, hybrid_layers, unlike_layers
-from odyssey_megatron.policy.profile import (
+from odyssey_megatron.policy.estimate import (
     AttentionShape,
     Experts,
     Precision,
-    Profile,
     estimated_profile,
     recomputed,
+    share_of_experts,
 )
+from odyssey_megatron.policy.profile import Profile
 
 _CPU_GUESS: dict[str, Any] = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
 """A guess for one core and loopback, until the job has measured itself."""
@@ -39,19 +40,21 @@ def _experts(config: Any) -> Experts | None:
 
 def experts_work(config: Any, *, seq_length: int, vocab_size: int) -> float:
     """The share of a model's FLOPs that are of experts over which each gang's ranks have tokens spread; 0 without any
-    gangs. Layers count as in ``estimated_profile``.
+    gangs.
     """
     experts = _experts(config)
     if experts is None or config.expert_model_parallel_size == 1:
         return 0.0
-    attention, units = _attention(config), config.hidden_size * (3 if config.gated_linear_unit else 2)
-    spread = len(experts.layers) * units * experts.topk * experts.ffn_hidden_size
-    shared = len(experts.layers) * (
-        units * experts.shared_ffn_hidden_size + config.hidden_size * experts.count
+    return share_of_experts(
+        experts,
+        num_transformer_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        attention=_attention(config),
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        is_gated=config.gated_linear_unit,
     )
-    dense = (config.num_layers - len(experts.layers)) * units * config.ffn_hidden_size
-    others = config.num_layers * (attention.weights + seq_length * attention.score_width)
-    return float(spread / (spread + shared + dense + others + vocab_size * config.hidden_size))
 
 
 def _attention(config: Any) -> AttentionShape:

@@ -113,11 +113,12 @@ def ranked_with_slow(
     """
     without = search.partitions(workers, microbatches)
     look = _Look(search, workers, slow, microbatches)
-    # Where memory binds, pipelines may only fit with the slow workers.
-    numbers = search.ranked(workers, microbatches) or search.ranked(workers + len(slow), microbatches)
-    if workers <= MANY_WORKERS:  # a slow worker may be a pipeline of one stage by itself
+    # So many may only fit with the slow workers: where memory binds, or as one of them is a pipeline by itself.
+    numbers = search.ranked(workers, microbatches)
+    if workers <= MANY_WORKERS or not numbers:
+        known = {number for _, number in numbers}
         with_them = search.ranked(workers + len(slow), microbatches)
-        numbers += tuple(one for one in with_them if one[1] > workers and one not in numbers)
+        numbers += tuple(one for one in with_them if one[1] not in known)
     numbers = tuple(sorted(numbers, key=lambda one: (one[1] == 1, one)))
     least_s = min((one.estimate_s for one in without if one.shares and one.legs == 1), default=inf)
     better = [one for one in look.over({}, numbers, least_s, without) if one.shares]

@@ -18,7 +18,7 @@ from odyssey_megatron.policy.block_configs import (
     kinds_of_ratios,
     unlike_layers,
 )
-from odyssey_megatron.policy.profile import AttentionShape, Experts, Precision, recomputed
+from odyssey_megatron.policy.estimate import AttentionShape, Experts, Precision, recomputed
 from odyssey_megatron.studies.launcher import nodes_and_gpus
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals

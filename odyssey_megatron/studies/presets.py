@@ -8,7 +8,14 @@ from typing import TypeVar
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.block_configs import UnlikeLayers
-from odyssey_megatron.policy.profile import AttentionShape, Experts, Precision, Profile, estimated_profile
+from odyssey_megatron.policy.estimate import (
+    AttentionShape,
+    Experts,
+    Precision,
+    estimated_profile,
+    share_of_experts,
+)
+from odyssey_megatron.policy.profile import Profile
 
 EFFICIENCY = 0.45
 """Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""
@@ -80,6 +87,23 @@ class Model:
             recomputed_share=self.recomputed_share,
             experts=replace(self.experts, parts=expert_parts) if self.experts else None,
             mtp_num_layers=self.mtp_num_layers,
+            unlike=self.unlike,
+        )
+
+    @property
+    def experts_work(self) -> float:
+        """The share of its FLOPs that are of experts, without the shared ones."""
+        if self.experts is None:
+            return 0.0
+        return share_of_experts(
+            self.experts,
+            num_transformer_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            attention=self.attention,
+            seq_length=self.seq_length,
+            vocab_size=self.vocab_size,
+            is_gated=self.is_gated,
             unlike=self.unlike,
         )
 

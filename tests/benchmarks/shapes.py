@@ -67,7 +67,7 @@ from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.studies.presets import preset_profile
+from odyssey_megatron.studies.presets import ACCELERATORS, MODELS
 from tests.benchmarks import emulated_jobs, overhead
 from tests.benchmarks.bars import at_least, at_most, finish, summarize, taken
 from tests.launch.jobserver import JobServer
@@ -85,7 +85,6 @@ SETTINGS = (
 """(model, GPU, tensor, context and expert parallel, workers of a stage, pipeline parallel, microbatches a pipeline, of
 each lane).
 """
-EXPERTS = {"mixtral-8x7b": 8, "qwen3-30b-a3b": 128}
 DRAWS = 4
 GANGS = (
     ("mixtral-8x7b", "h100", 1, 1, 8, 2, 4, 32),
@@ -146,9 +145,9 @@ class Job:
     def of(
         cls, model: str, accelerator: str, tp: int, cp: int, ep: int, dp: int, pp: int, microbatches: int
     ) -> Job:
-        profile = preset_profile(
-            model,
-            accelerator,
+        known = MODELS[model]
+        profile = known.profile(
+            ACCELERATORS[accelerator],
             tensor_parallel_size=tp,
             context_parallel_size=cp,
             expert_parts=ep * tp if ep > 1 else 0,
@@ -159,7 +158,8 @@ class Job:
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
-            num_experts=EXPERTS[model] if ep > 1 else 0,
+            num_experts=known.experts.count if ep > 1 and known.experts else 0,
+            experts_work=known.experts_work if ep > 1 else 0.0,
             num_microbatches=dp * microbatches,
             tokens_per_step=dp * microbatches,
             train_steps=1,

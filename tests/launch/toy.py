@@ -27,7 +27,7 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
-from odyssey_megatron.policy.profile import AttentionShape, Precision, estimated_profile
+from odyssey_megatron.policy.estimate import AttentionShape, Precision, estimated_profile
 from odyssey_megatron.rebuild.groups import build_groups, graveyard_size, init_default_group
 
 MESSAGE = 4096

@@ -8,13 +8,14 @@ import pytest
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state, with_slow_links
+from odyssey_megatron.cluster.state import Share, apply, initial_state, with_slow_links
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.memory import fullest_bytes
 from odyssey_megatron.policy import partition
 from odyssey_megatron.policy.case import Case, with_links
 from odyssey_megatron.policy.decide import scheduled
 from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.kinds import Slow, stages_of
 from odyssey_megatron.policy.links import around
 from odyssey_megatron.policy.pipelines import ALIKE, Pipelines
 from odyssey_megatron.policy.policies import replan
@@ -91,6 +92,17 @@ def test_one_worker_more_is_never_slower(tight):
     steps = [search.partitions(workers, count)[0].estimate_s for workers in (29, 30, 31, 32)]
     for fewer, more in itertools.pairwise(steps):
         assert more <= fewer * (1 + ALIKE)
+
+
+def test_two_pipelines_that_fit_only_with_the_slow_worker():
+    """Three workers are a single pipeline here: one alone has no room for all layers."""
+    found = preset_profile("qwen3-30b-a3b", "h100", expert_parts=8).costs
+    search, uneven_gang = Search(found, found.memory_bytes), Slow.of(0.6, Share(1 / 2, 19 / 32))
+    (without,) = search.partitions(3, 64)
+    of_two = next(one for one in search.partitions(3, 64, [uneven_gang]) if one.number == 2)
+    assert without.number == 1
+    assert [stages_of(kind) for kind, _ in of_two.shares] == [2, 2]
+    assert of_two.estimate_s < 0.9 * without.estimate_s
 
 
 def test_the_same_whatever_was_asked_before():

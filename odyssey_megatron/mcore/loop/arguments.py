@@ -24,7 +24,8 @@ from odyssey_megatron.mcore.loop.balance import Balance
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model import groups, parts, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
-from odyssey_megatron.policy.profile import Precision, Profile, load_profile
+from odyssey_megatron.policy.estimate import Precision
+from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.upstream import compat, refusals
 
 
