@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from odyssey_megatron.cluster.events import Event, GenerationLive, NodeLost, RankDied
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.places import ComesBack
 from odyssey_megatron.cluster.state import initial_state, without_fresh
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.config import OdysseyConfig
@@ -35,7 +36,6 @@ from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.learning import Learning
 from odyssey_megatron.launch.leases import Leases
 from odyssey_megatron.launch.offers import NextPlan, Offers
-from odyssey_megatron.launch.places import ComesBack
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.reactions import Action, Answer, Forget, JobState, Recover, Report, stop
 from odyssey_megatron.launch.rebalancing import Rebalancing

@@ -20,6 +20,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.places import ComesBack, Move, Places, numbers
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_FENCED
@@ -27,7 +28,6 @@ from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.lives import ANEW, Lives
-from odyssey_megatron.launch.places import ComesBack, Move, Places, numbers
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say

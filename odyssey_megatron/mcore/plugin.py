@@ -47,7 +47,7 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.policy.profile import Profile, load_profile
 from odyssey_megatron.rebuild import world
-from odyssey_megatron.upstream import compat
+from odyssey_megatron.upstream import compat, smaller
 
 if TYPE_CHECKING:
     from odyssey_megatron.execute.rank import RankRuntime
@@ -347,8 +347,6 @@ class Session:
         return rank
 
     def _job_spec(self, job: TrainingJob) -> JobSpec:
-        from odyssey_megatron.mcore.model.parts import kept_whole
-
         config = job.model.config
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         parts = (tp if config.sequence_parallel else 1) * (2 * cp if cp > 1 else 1)
@@ -374,7 +372,7 @@ class Session:
                 f"{job.micro_batch_size}{times if lanes > 1 else ''}. Choose a multiple of "
                 f"{job.micro_batch_size * lanes}."
             )
-        kept = kept_whole(
+        kept = smaller.kept_whole(
             config, optimizer=job.model.optimizer_config.optimizer, is_packed=job.model.is_packed
         )
         return JobSpec(

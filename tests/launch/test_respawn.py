@@ -10,13 +10,13 @@ import pytest
 pytest.importorskip("torch")
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.places import ComesBack, Move, Places, completed, shrunk
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_FENCED
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
-from odyssey_megatron.launch.places import ComesBack, Move, Places, completed, shrunk
 from odyssey_megatron.launch.respawn import Respawn
 from odyssey_megatron.metrics.journal import Journal, read_journal
 

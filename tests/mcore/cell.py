@@ -37,6 +37,7 @@ from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LearningRate
 from odyssey_megatron.plan.groups import groups_of_cell
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.upstream import smaller
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.conftest import MODEL, SCHEDULE
 from tests.mcore.forked import all_end
@@ -113,7 +114,7 @@ class Rank:
                 setattr(spec.config, name.partition(".")[2], value)
         if spec.config.params_dtype == torch.float64:
             float64.install()
-        kept = parts.kept_whole(spec.config)
+        kept = smaller.kept_whole(spec.config)
         assert not (kept.whole if cell.full_expert > 1 else kept.whole or kept.shards)
         parts.adapt(spec.config, cell)
         samples = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from odyssey_megatron.upstream import smaller
 from tests.mcore.conftest import MODEL
 from tests.mcore.forked import printed
 
@@ -94,11 +95,9 @@ GANGS = {"num_experts": 4, "expert_model_parallel_size": 2, "moe_router_enable_e
 def test_why_cells_are_kept_whole(megatron, changes, why):
     import pretrain_llama
 
-    from odyssey_megatron.mcore.model.parts import kept_whole
-
     flags = {**MODEL, "tensor_model_parallel_size": 2, **changes}
     config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
-    found = kept_whole(config).whole
+    found = smaller.kept_whole(config).whole
     assert why in found
     assert bool(found) == bool(why)
 
@@ -117,14 +116,12 @@ def test_why_cells_are_kept_whole(megatron, changes, why):
 def test_why_gangs_have_as_many_ranks_as_divide_a_whole_one(megatron, changes, why):
     import pretrain_llama
 
-    from odyssey_megatron.mcore.model.parts import kept_whole
-
     flags = {name: value for name, value in changes.items() if "." not in name}
     flags = {**MODEL, **GANGS, **flags}
     config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
     for name in changes.keys() - flags.keys():
         setattr(config, name.partition(".")[2], changes[name])
-    found = kept_whole(config)
+    found = smaller.kept_whole(config)
     assert not found.whole
     assert why in found.even
     assert bool(found.even) == bool(why)
@@ -137,24 +134,20 @@ def test_why_gangs_have_as_many_ranks_as_divide_a_whole_one(megatron, changes, w
 def test_a_lane_has_all_of_its_packed_sequences(megatron, changes, is_kept):
     import pretrain_llama
 
-    from odyssey_megatron.mcore.model.parts import kept_whole
-
     flags = {**MODEL, "tensor_model_parallel_size": 2, **changes}
     config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
-    assert ("packed" in kept_whole(config, is_packed=True).whole) == is_kept
+    assert ("packed" in smaller.kept_whole(config, is_packed=True).whole) == is_kept
 
 
 def test_fewer_context_ranks_may_go_on_where_layers_are_kept_whole(megatron):
     import pretrain_llama
 
-    from odyssey_megatron.mcore.model.parts import kept_whole
-
     flags = {**MODEL, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
     config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
     config.multi_latent_attention = True
-    assert kept_whole(config)[:2] == ("", "it has multi-latent attention")
+    assert smaller.kept_whole(config)[:2] == ("", "it has multi-latent attention")
     config.context_parallel_size = 1
-    assert kept_whole(config).whole == "it has multi-latent attention"
+    assert smaller.kept_whole(config).whole == "it has multi-latent attention"
 
 
 @pytest.mark.parametrize("case", CASES)

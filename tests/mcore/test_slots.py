@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.upstream import smaller
 from tests.mcore.forked import printed
 
 torch = pytest.importorskip("torch")
@@ -62,7 +63,7 @@ def test_what_takes_equally_many_is_refused_before_anything_is_built(changes, wh
     plain = {"moe_pad_expert_input_to_capacity": False, "moe_grouped_gemm": False}
     config = SimpleNamespace(num_moe_experts=8, moe_token_dispatcher_type="alltoall", **plain)
     groups = SimpleNamespace(ep=SimpleNamespace(size=lambda: 3))
-    assert not slots.why_even(config)
+    assert not smaller.why_even(config)
     vars(config).update(changes)
     with pytest.raises(ConfigError, match=f"8 experts on 3 expert-parallel ranks.*{why}.*Use"):
         slots.built(config, groups, lambda: pytest.fail("it was built"))

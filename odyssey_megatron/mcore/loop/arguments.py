@@ -22,11 +22,11 @@ from odyssey_megatron.errors import ConfigError, MegatronIncompatible
 from odyssey_megatron.mcore.estimate import estimate, experts_work
 from odyssey_megatron.mcore.loop.balance import Balance
 from odyssey_megatron.mcore.loop.batches import Batches
-from odyssey_megatron.mcore.model import groups, parts, span
+from odyssey_megatron.mcore.model import groups, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
 from odyssey_megatron.policy.estimate import Precision
 from odyssey_megatron.policy.profile import Profile, load_profile
-from odyssey_megatron.upstream import compat, refusals
+from odyssey_megatron.upstream import compat, refusals, smaller
 
 
 def early() -> Any:
@@ -124,7 +124,7 @@ def job_of(
     optimizer_copies: int,
 ) -> JobSpec:
     """The job that the coordinator plans for; ``batch_size``: the number of samples of the largest step."""
-    kept = parts.kept_whole(
+    kept = smaller.kept_whole(
         transformer_config,
         optimizer=args.optimizer,
         is_packed=is_packed(args),

@@ -12,20 +12,17 @@ the runs of experts that no rank shares out (``Cell.runs``), and a rank of a who
 from __future__ import annotations
 
 import copy
-import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.shapes import ONE
-from odyssey_megatron.mcore.model import slots
 from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_one_rank
 from odyssey_megatron.mcore.model.flat import Cut
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
-from odyssey_megatron.upstream import compat
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -221,124 +218,3 @@ def adapt(config: Any, cell: Cell) -> Any:
     if cell.context_each > 1:
         config.hierarchical_context_parallel_sizes = None
     return whole
-
-
-def _may_be_te(config: Any) -> bool:
-    """Whether layers may be Transformer Engine's. Megatron's own layer specs do not look at ``transformer_impl``, whose
-    default is Transformer Engine even where it is not installed.
-    """
-    return config.transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is not None
-
-
-_Reasons = tuple[tuple[str, Callable[[Any], object]], ...]
-
-_KEPT_WHOLE: _Reasons = (
-    (
-        "it has neither tensor, context nor expert parallelism",
-        lambda config: (
-            config.tensor_model_parallel_size == config.context_parallel_size == 1 and not _has_gangs(config)
-        ),
-    ),
-    ("it computes in 8 bits", lambda config: getattr(config, "fp8", None)),
-    (
-        "its experts are cut over other ranks than its layers (--expert-tensor-parallel-size)",
-        lambda config: (
-            _has_gangs(config)
-            and config.expert_tensor_parallel_size not in (None, config.tensor_model_parallel_size)
-        ),
-    ),
-    (
-        "its experts are one tensor (moe_use_legacy_grouped_gemm)",
-        lambda config: _has_gangs(config) and getattr(config, "moe_use_legacy_grouped_gemm", False),
-    ),
-)
-
-_SEQUENCES_KEPT: _Reasons = (
-    # Megatron weights an auxiliary loss by the tokens of one rank (megatron core_v0.16.1 transformer/moe/router.py,
-    # ``attach_and_log_load_balancing_loss``), and experts with a capacity drop tokens rank by rank.
-    ("its layers have experts", lambda config: config.num_moe_experts),
-    ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
-    ("its forward draws numbers (dropout)", lambda config: config.attention_dropout or config.hidden_dropout),
-)
-"""Reasons against a rank with several parts of a sequence, or of a layer. They do not apply to lanes, each of which has
-a whole microbatch.
-"""
-
-_SHARDS_KEPT: _Reasons = (
-    (
-        "its layers may be Transformer Engine's (transformer_impl is not local)",
-        lambda config: _may_be_te(config),
-    ),
-    ("it has multi-latent attention", lambda config: getattr(config, "multi_latent_attention", False)),
-    (
-        "its softmax has an offset for each head",
-        lambda config: getattr(config, "softmax_type", "vanilla") != "vanilla",
-    ),
-    (
-        "its layers are not all alike (heterogeneous_block_specs)",
-        lambda config: getattr(config, "heterogeneous_block_specs", False),
-    ),
-    ("Megatron is told not to initialize weights", lambda config: not config.perform_initialization),
-)
-
-
-_EVEN_GANGS: _Reasons = (
-    ("it has no more experts than ranks", lambda config: _experts_of_one(config) < 2),
-    # Of ranks without a lane in a turn these see what no router has chosen.
-    ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
-    ("it logs, or clips by, attention logits", lambda config: _looks_at_logits(config)),
-    ("it permutes tokens in one kernel", lambda config: getattr(config, "moe_permute_fusion", False)),
-)
-
-
-class Kept(NamedTuple):
-    """Why a cell cannot go on with fewer ranks; empty strings: it can."""
-
-    whole: str
-    """The reason against any smaller number of ranks."""
-    shards: str
-    """The reason against fewer tensor-parallel ranks, each of which would have more of a layer."""
-    even: str
-    """The reason against numbers of a gang's ranks that do not divide a whole one's."""
-
-
-def kept_whole(
-    config: Any, *, optimizer: str = "adam", is_packed: bool = False, is_hybrid: bool = False
-) -> Kept:
-    """Why a cell of this model, with Megatron's ``config``, cannot become smaller.
-
-    ``optimizer``: Megatron's name of it; ``is_packed``: see ``ModelSpec``; ``is_hybrid``: its layers are of several
-    kinds.
-    """
-    whole, shards = _first(_KEPT_WHOLE, config), _first(_SHARDS_KEPT, config)
-    has_lanes = _has_gangs(config) and config.context_parallel_size == 1
-    if not whole and not has_lanes:
-        whole = "its sequences are packed" if is_packed else _first(_SEQUENCES_KEPT, config)
-    if not whole and is_hybrid:
-        whole = "it is a hybrid model"
-    if compat.is_muon(optimizer):
-        shards = "Muon goes by the matrix that each rank of a whole cell has"
-    if not whole and not has_lanes and config.context_parallel_size == 1:
-        whole = shards
-    return Kept(whole, shards, _why_even(config) if has_lanes else "")
-
-
-def _has_gangs(config: Any) -> bool:
-    return bool(config.num_moe_experts) and config.expert_model_parallel_size > 1
-
-
-def _why_even(config: Any) -> str:
-    why = slots.why_even(config)
-    return _first(_EVEN_GANGS, config) or (f"it has {why}" if why else "")
-
-
-def _experts_of_one(config: Any) -> int:
-    return int(config.num_moe_experts // config.expert_model_parallel_size)
-
-
-def _looks_at_logits(config: Any) -> bool:
-    return getattr(config, "log_max_attention_logit", False) or getattr(config, "qk_clip", False)
-
-
-def _first(reasons: _Reasons, config: Any) -> str:
-    return next((why for why, holds in reasons if holds(config)), "")

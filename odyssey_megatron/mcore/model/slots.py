@@ -23,6 +23,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.upstream import compat, seams
 from odyssey_megatron.upstream.seam_table import SHARDED_EXPERTS
+from odyssey_megatron.upstream.smaller import why_even
 
 
 def built(config: TransformerConfig, groups: ProcessGroupCollection, build: Callable[[], Any]) -> Any:
@@ -51,17 +52,6 @@ def built(config: TransformerConfig, groups: ProcessGroupCollection, build: Call
         layer.router.register_forward_hook(_into(slots))
         _keep(layer.experts, slots.held[groups.ep.rank()], experts)
     return module
-
-
-def why_even(config: TransformerConfig) -> str:
-    """The setting that requires the same number of experts on all ranks of a gang; empty: none does."""
-    if config.moe_pad_expert_input_to_capacity:
-        return "experts that are filled up to their capacity (moe_pad_expert_input_to_capacity)"
-    if config.moe_grouped_gemm:
-        return "the experts of a rank as one module (moe_grouped_gemm)"
-    if config.moe_token_dispatcher_type not in ("allgather", "alltoall"):
-        return f"moe_token_dispatcher_type {config.moe_token_dispatcher_type}"
-    return ""
 
 
 def _into(slots: Slots) -> Any:
