@@ -76,6 +76,32 @@ def shrunk(slots: Mapping[int, int], worker: int, sizes: Sequence[int]) -> tuple
     return size, dict(zip(lacking, reversed(left), strict=False))
 
 
+def left_of_cells(slots: Mapping[int, int], lost: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
+    """Return what becomes of the cells of one node whose GPUs are lost for good, one after another.
+
+    Args:
+        slots: Rank -> slot, of all ranks of the node when all is well.
+        lost: The slots that are lost.
+        sizes: ``JobSpec.cell_sizes``.
+
+    Returns:
+        Worker -> number of ranks that it goes on with, for each cell that has lost any; that of a whole cell if it was
+        completed from others, and 0 if what is left stands by.
+    """
+    places, size = Places(slots), max(sizes)
+    for slot in lost:
+        if (rank := places.rank_in(slot)) is None:
+            continue
+        places.lose(rank)
+        places.complete(size)
+        for worker in places.broken(size):
+            if not places.too_few(worker, sizes) and places.is_all_here(worker, size):
+                places.shrink(worker, sizes)
+    hit = {Cell(rank=rank, size=size).worker for rank, slot in slots.items() if slot in lost}
+    hit.update(places.broken(size))
+    return {worker: places.size_left(worker, size) for worker in sorted(hit)}
+
+
 def numbers(worker: int, cell_size: int) -> range:
     """Return the ranks of a worker's whole cell."""
     return Cell(rank=worker * cell_size, size=cell_size).numbers(worker)
@@ -120,6 +146,10 @@ class Places:
 
     def slot(self, rank: int) -> int:
         return self._slots[rank]
+
+    def rank_in(self, slot: int) -> int | None:
+        """Return the rank that has ``slot``; None if it is lost."""
+        return next((rank for rank, own in self._slots.items() if own == slot), None)
 
     def lose(self, rank: int) -> None:
         """Note that the GPU of ``rank`` is lost for good, as far as this agent can tell."""
@@ -171,6 +201,10 @@ class Places:
         ranks.
         """
         return self._began_with.issuperset(numbers(worker, cell_size))
+
+    def size_left(self, worker: int, cell_size: int) -> int:
+        """Return the number of ranks that ``worker`` goes on with; 0 if it stands by."""
+        return cell_size if self._has_all(worker, cell_size) else self._smaller.get(worker, 0)
 
     def shrink(self, worker: int, sizes: Sequence[int]) -> list[Move]:
         """Have what is left of ``worker`` go on as a smaller cell; return the moves for that."""

@@ -12,7 +12,7 @@ from odyssey_megatron import patch
 from odyssey_megatron.config import OdysseyConfig, config_from_argv, flag_of
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Job
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.upstream import refusals
+from odyssey_megatron.upstream import refusals, smaller
 
 _SETTINGS = frozenset(flag_of(one) for one in fields(OdysseyConfig))
 BARE = frozenset(flag_of(one) for one in fields(OdysseyConfig) if "bare" in one.metadata)
@@ -92,6 +92,8 @@ def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
         )
     for flag, what in refusals.cautions(args):
         yield _row(flag, OK, what)
+    if job.config.respawn:
+        yield from _smaller_cells(args, job.config.shrink)
     for flag in strange:
         if not flag.startswith("--odyssey"):
             yield _row(
@@ -99,6 +101,23 @@ def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
                 "Nothing, if the script adds it. If Megatron-LM does, a job is refused that has not "
                 f"--odyssey-accept {flag.removeprefix('--')}.",
             )  # fmt: skip
+
+
+def _smaller_cells(args: Any, shrink: str) -> Iterator[CheckRow]:
+    """Yield what becomes of the ranks of a tensor-, context- or expert-parallel group that loses one for good."""
+    kept = smaller.of_flags(vars(args))
+    if kept.is_single:
+        return
+    if why := kept.whole or ("--odyssey-shrink off" if shrink == "off" else ""):
+        found = f"ranks whose cell has lost one stand by: {why}"
+    else:
+        found = "a cell that has lost ranks goes on with fewer"
+        limits = (
+            ("with as many tensor-parallel ones", kept.shards),
+            ("with a divisor of a whole one's", kept.even),
+        )
+        found += "".join(f"; {how}, since {reason}" for how, reason in limits if reason)
+    yield _row("--odyssey-respawn", OK, found)
 
 
 _NOT_GIVEN = object()

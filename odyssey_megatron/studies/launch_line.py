@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig
@@ -21,11 +21,18 @@ from odyssey_megatron.policy.block_configs import (
 from odyssey_megatron.policy.estimate import AttentionShape, Experts, Precision, recomputed
 from odyssey_megatron.studies.launcher import nodes_and_gpus
 from odyssey_megatron.studies.presets import Model
-from odyssey_megatron.upstream import refusals
+from odyssey_megatron.upstream import refusals, smaller
 from odyssey_megatron.upstream.chunks import chunks_of
 
 _SIZE = Between(1, 10**9, whole=True)
 _MOST_LAYERS = 1000
+_SIZES_OF_CELLS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "hierarchical_context_parallel_sizes",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +59,27 @@ class LaunchLine:
     """Number of Megatron's model chunks on each stage."""
     cluster: str = ""
     """As ``--cluster`` would have it, if it is known."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Destination -> value of its flags."""
     notes: tuple[str, ...] = ()
     """Sentences on what of the launch line is not in the plan."""
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The parallel sizes that make up a worker, by Megatron's names."""
+        return {one: getattr(self, one) for one in _SIZES_OF_CELLS}
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer that has any; 0: none, or not known."""
+        return self.model.experts.count if self.model and self.model.experts else 0
+
+    @property
+    def kept(self) -> smaller.Kept:
+        """Why a cell does not go on with fewer ranks."""
+        if self.expert_model_parallel_size > 1 and not self.num_experts:
+            return smaller.Kept("how many experts it has is not known", "", "")
+        return smaller.of_flags({**self.given, **self.sizes, "num_experts": self.num_experts})
 
 
 def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
@@ -108,6 +134,7 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
         or layers // (stages * line.size("num_layers_per_virtual_pipeline_stage", layers))
         or 1,
         config=config,
+        given=vars(args),
         notes=tuple(notes),
     )
 

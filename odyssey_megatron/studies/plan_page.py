@@ -30,6 +30,8 @@ def html(answer: whatif.WhatIf) -> str:
     """Return the whole page."""
     scenario, decision = answer.scenario, answer.decision
     shown = [("before", answer.before)] + ([("after", answer.plan)] if decision else [])
+    if answer.smaller and answer.smaller.plan:
+        shown.append(("with what is left of cells", answer.smaller.plan))
     parts = [
         f"<h1>{escape(scenario.name)}</h1>",
         f'<p class="muted">{escape(whatif.nodes_and_gpus(scenario))} GPUs · {scenario} · '
@@ -65,6 +67,7 @@ def html(answer: whatif.WhatIf) -> str:
             "".join(
                 f"<p>{escape(sentence(note))}</p>"
                 for note in (
+                    *filter(None, [whatif.smaller_text(answer)]),
                     whatif.communicators_text(answer, answer.plan),
                     *([whatif.leaner_text(answer)] if len(answer.leaner) > 1 else ()),
                     *scenario.notes,

@@ -27,6 +27,8 @@ _SIZE = Between(1, MAX_GPUS, whole=True)
 _MICROBATCHES = Between(1, MAX_VISITS, whole=True)
 _MODEL = "llama2-7b"
 _CLUSTER = "4x8"
+_OF_NAMED = {"attention_dropout": 0, "hidden_dropout": 0}
+"""What is known of a named model's flags: those that were published are trained without dropout."""
 _SIZES = ("pipeline", "tensor", "context", "expert")
 
 
@@ -40,8 +42,6 @@ class Scenario:
     profile: Profile
     config: OdysseyConfig
     gpus_per_node: int
-    cell: Cell
-    """The cell of every worker: the planner of ``job`` sees only workers."""
     notes: tuple[str, ...] = ()
     """Sentences on what the answer leaves out, and on where its costs come from."""
 
@@ -60,7 +60,8 @@ class Scenario:
 
     def __str__(self) -> str:
         """Return the sizes in words."""
-        size, lanes = self.cell.size, self.cell.lanes
+        cell = self.job.cell(0)
+        size, lanes = cell.size, cell.lanes
         return (
             f"{len(self.state.workers)} workers{f' of {size} GPUs' if size > 1 else ''}, "
             f"{self.job.num_microbatches * lanes} microbatches a step"
@@ -139,14 +140,19 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     dp = nodes * gpus // (pp * cell.size)
     num_microbatches = _num_microbatches(line, options.num_microbatches, dp, cell.lanes)
     name, profile, known = _costs(line, options, cell)
-    resumes = line.config.interrupted_step == "resume"
+    resumes, kept = line.config.interrupted_step == "resume", line.kept
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         is_tied=profile.costs.tied is not None,
         pipeline_model_parallel_size=pp,
         stage_layers=line.stage_layers,
         virtual_stages=line.virtual_stages,
-        tensor_model_parallel_size=1,  # a worker is one cell, and the planner sees workers only
+        **line.sizes,
+        num_experts=line.num_experts,
+        experts_work=line.model.experts_work if line.model and cell.expert > 1 else 0.0,
+        whole_cells_only=kept.whole,
+        whole_shards_only=kept.shards,
+        even_gangs_only=kept.even,
         num_microbatches=num_microbatches,
         # A profile alone does not say how long sequences are; then sequences are counted instead of tokens.
         tokens_per_step=num_microbatches
@@ -159,15 +165,20 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         slower_for_memory=line.config.slower_for_memory,
         optimizer_copies=line.config.optimizer_copies if line.use_distributed_optimizer else 0,
     )
-    job.check(nodes * gpus // cell.size)
+    job.check(nodes * gpus)
     return Scenario(
         name=name,
         job=job,
-        state=initial_state(nodes=tuple(rank // gpus for rank in range(nodes * gpus)), cell_size=cell.size),
+        state=initial_state(
+            nodes=tuple(rank // gpus for rank in range(nodes * gpus)),
+            cell_size=cell.size,
+            context=job.alike_ranks,
+            experts=job.experts_of_one,
+            experts_work=job.experts_work,
+        ),
         profile=replace(profile, costs=replace(profile.costs, keeps_messages=resumes)),
         config=line.config,
         gpus_per_node=gpus,
-        cell=cell,
         notes=(*line.notes, *known),
     )
 
@@ -233,7 +244,13 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
         )
     name = options.model or _MODEL
     model = None if options.profile and not options.model else named("model", name, MODELS)
-    return LaunchLine(model=model, name=name, pipeline_model_parallel_size=4, config=config_from_argv(more))
+    return LaunchLine(
+        model=model,
+        name=name,
+        pipeline_model_parallel_size=4,
+        config=config_from_argv(more),
+        given=_OF_NAMED,
+    )
 
 
 def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:

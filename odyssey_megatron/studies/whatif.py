@@ -38,6 +38,7 @@ from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
 from odyssey_megatron.studies.losses import NextLoss, alone, next_losses
 from odyssey_megatron.studies.presets import GIB
 from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, scenario_from
+from odyssey_megatron.studies.smaller import Smaller, left_of
 
 _SPEED = Between(0.001, 1)
 _WORTH = 0.01
@@ -64,6 +65,8 @@ class WhatIf:
     decision: Decision | None
     """None if no GPU is dead or slow, or the job would end."""
     both: TwoSpeed | None
+    smaller: Smaller | None
+    """What is left of cells that have lost GPUs; None if no cell has lost a part of its own."""
     decide_s: float
     losses: list[NextLoss]
     leaner: list[tuple[float, float, int]]
@@ -78,15 +81,23 @@ class WhatIf:
         """The plan with which the job would go on; the one before, if it would end."""
         return self.decision.plan if self.decision else self.before
 
+    @property
+    def gain_of_smaller(self) -> float:
+        """The throughput that smaller cells add, as a share of that without them; 0 if they compute nothing."""
+        plan = self.smaller.plan if self.smaller else None
+        return self.plan.step_s / plan.step_s - 1 if plan else 0.0
+
     def communicators(self, plan: Plan) -> Communicators:
         """Return the communicators of all ranks, including those within cells."""
         previous = None if plan is self.before else Needs(self.before.layout)
         planned = self.decision is not None and not self.decision.case.lost
-        return communicators(Needs(plan.layout, plan.transfers, planned), self.scenario.cell, previous)
+        return communicators(Needs(plan.layout, plan.transfers, planned), self.scenario.job.cell(0), previous)
 
     def timeline(self, plan: Plan) -> Timeline:
         """Return the timeline of one step; slow workers are slow in it once they are planned for."""
         speeds = worker_speeds(self.state) if plan is self.plan else None
+        if self.smaller and plan is self.smaller.plan:
+            speeds = worker_speeds(self.smaller.state)
         return simulate(plan.schedule, plan.layout, self.scenario.profile.costs, speeds)
 
     def flags(self) -> list[tuple[str, str]]:
@@ -102,6 +113,11 @@ class WhatIf:
             whys.append("the loss of any one node is survived, too")
         if whys:
             found.append((f"--odyssey-layout {'auto' if faster else 'spread'}", "; ".join(whys)))
+        if not config.respawn and self.gain_of_smaller >= _WORTH:
+            why = (
+                f"what is left of a broken cell goes on, here for {self.gain_of_smaller:.1%} more throughput"
+            )
+            found.append(("--odyssey-respawn 1", why))
         if config.redundancy == "off" and (single := alone(self.before.layout)):
             names = names_of(single, self.before)
             found.append(("--odyssey-redundancy state", f"without a second holder: {names}"))
@@ -145,7 +161,8 @@ def main_plan(argv: Sequence[str]) -> int:
     options, more = parser.parse_known_args(list(argv))
     scenario = _with_settings(scenario_from(options, more), options)
     try:
-        answer = answered(scenario, _struck(options, scenario), _who(options))
+        killed = [scenario.rank(place) for place in options.kill]
+        answer = answered(scenario, _struck(options, scenario), _who(options), killed)
     except PlanInfeasible as error:
         raise ConfigError(
             f"the healthy job does not fit: {error}. More stages, a larger tensor size or --use-distributed-optimizer "
@@ -191,14 +208,20 @@ def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
     return state
 
 
-def answered(scenario: Scenario, state: ClusterState, struck: str) -> WhatIf:
-    """Return what a job would decide. Raises PlanInfeasible if the healthy one does not fit."""
+def answered(scenario: Scenario, state: ClusterState, struck: str, killed: Sequence[int] = ()) -> WhatIf:
+    """Return what a job would decide. Raises PlanInfeasible if the healthy one does not fit.
+
+    Args:
+        state: the cluster with its dead and slow GPUs.
+        struck: which these are, in words.
+        killed: the ranks whose GPUs are dead.
+    """
     profile, config = scenario.profile, scenario.config
     # A job that does not fit would start without regard to memory; whoever asks wants to know that it does not fit.
     initial_plan(replace(scenario.job, least_holders=0, eager_forwards=False), scenario.state, profile)
     planner = PolicyPlanner(config)
     start = planner.start(scenario.job, scenario.state, to_json(profile))
-    job, decision, both, decide_s, ends, exit_code = planner.job, None, None, 0.0, "", 0
+    job, decision, both, smaller, decide_s, ends, exit_code = planner.job, None, None, None, 0.0, "", 0
     if state != scenario.state:
         began_s = time.perf_counter()
         try:
@@ -210,6 +233,8 @@ def answered(scenario: Scenario, state: ClusterState, struck: str) -> WhatIf:
             ends, exit_code = str(error), EXIT_LAYERS_LOST if isinstance(error, LayersLost) else 1
         else:
             decide_s, both = time.perf_counter() - began_s, two_speed(decision, config)
+            if killed and job.cell_size > 1:
+                smaller = left_of(replace(scenario, job=job), state, killed, decision.plan, start.plan)
     plan = decision.plan if decision else start.plan
     return WhatIf(
         scenario=scenario,
@@ -220,6 +245,7 @@ def answered(scenario: Scenario, state: ClusterState, struck: str) -> WhatIf:
         best=initial_plan(replace(job, best_layout=True), scenario.state, profile),
         decision=decision,
         both=both,
+        smaller=smaller,
         decide_s=decide_s,
         losses=[] if ends else next_losses(job, state, plan, profile, config),
         leaner=_leaner(plan, state, profile),
@@ -270,10 +296,19 @@ def _as_json(answer: WhatIf) -> str:
         "cluster_bound_s": repr(bound_s),
         "next_losses": f"[{losses}]",
         "leaner": json.dumps(answer.leaner),
+        "smaller": _smaller_json(answer.smaller),
         "after": "null" if answer.ends else to_json(answer.plan),
         "communicators": to_json(answer.communicators(answer.plan)),
     }
     return "{" + ",".join(f'"{name}":{value}' for name, value in found.items()) + "}\n"
+
+
+def _smaller_json(found: Smaller | None) -> str:
+    if found is None:
+        return "null"
+    plan = "null" if found.plan is None else to_json(found.plan)
+    sizes = json.dumps({str(worker): size for worker, size in found.sizes.items()})
+    return f'{{"sizes":{sizes},"stands_by":{json.dumps(found.why or None)},"plan":{plan}}}'
 
 
 def _as_text(answer: WhatIf, width: int) -> str:
@@ -303,6 +338,7 @@ def _as_text(answer: WhatIf, width: int) -> str:
             *([two_speed_text(answer.both)] if answer.both else []),
             "",
             kept_text(answer, after),
+            *_smaller_lines(answer, width),
         ]
     lines += [leaner_text(answer)] if len(answer.leaner) > 1 else []
     lines += ["", *([ends_text(answer)] if answer.ends else _losses_text(answer)), "", "flags for this job:"]
@@ -350,6 +386,30 @@ def kept_text(answer: WhatIf, after: Plan) -> str:
         return kept
     # Otherwise a loss can look like a gain: what follows it is planned anew, and what was before is the launch line's.
     return f"{kept}; of the best layout without failures {best.step_s / after.step_s:.1%}"
+
+
+def smaller_text(answer: WhatIf) -> str:
+    """Return a line on what becomes of cells that have lost GPUs; empty if none has."""
+    found, size = answer.smaller, answer.scenario.job.cell_size
+    if found is None:
+        return ""
+    if answer.scenario.config.shrink == "off":
+        return "what is left of broken cells stands by: --odyssey-shrink off"
+    if not found.sizes:
+        return f"what is left of broken cells stands by: {found.why or 'too few ranks are left'}"
+    cells = "; ".join(f"worker {worker} with {left} of {size} GPUs" for worker, left in found.sizes.items())
+    gain = answer.gain_of_smaller
+    worth = f"{gain:+.1%} throughput" if gain else "which gains nothing: they wait among the living"
+    given_up = "once lost GPUs are given up" if answer.scenario.config.respawn else "with --odyssey-respawn 1"
+    rest = f"; all others stand by: {found.why}" if found.why else ""
+    return f"{given_up}, what is left of broken cells goes on ({cells}), {worth}{rest}"
+
+
+def _smaller_lines(answer: WhatIf, width: int) -> list[str]:
+    text, plan = smaller_text(answer), answer.smaller and answer.smaller.plan
+    if not text or not plan or answer.scenario.config.shrink == "off":
+        return [text] if text else []
+    return [text, summary("then", plan, answer.scenario), *_grid(answer, plan, width)]
 
 
 def leaner_text(answer: WhatIf) -> str:

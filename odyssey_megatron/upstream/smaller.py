@@ -15,9 +15,10 @@ from odyssey_megatron.upstream.flags import MUON
 
 _Reasons = tuple[tuple[str, Callable[[Any], object]], ...]
 
+_SINGLE = "it has neither tensor, context nor expert parallelism"
 _KEPT_WHOLE: _Reasons = (
     (
-        "it has neither tensor, context nor expert parallelism",
+        _SINGLE,
         lambda config: (
             config.tensor_model_parallel_size == config.context_parallel_size == 1 and not _has_gangs(config)
         ),
@@ -78,6 +79,11 @@ class Kept(NamedTuple):
     """The reason against fewer tensor-parallel ranks, each of which would have more of a layer."""
     even: str
     """The reason against numbers of a gang's ranks that do not divide a whole one's."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a cell has a single rank."""
+        return self.whole == _SINGLE
 
 
 def kept_whole(
