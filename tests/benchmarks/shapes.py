@@ -32,7 +32,7 @@ both sides; what NCCL's saves, and what runs beside one another on a GPU, they d
 
 **(c)** A gang of eight, over which experts are spread, loses a rank: throughput beside that of the healthy job, whose
 layout is Megatron's, simulated as in (a). The bars are 0.97 of what the other ranks of its stage's gangs are beside
-all. Of the gang itself four ranks go on, if memory allows: half of what it was, where 0.97 of seven eighths is wanted.
+all. Of the gang itself seven ranks go on, or four if each of them has a single expert.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.studies.presets import ACCELERATORS, MODELS
+from odyssey_megatron.upstream.smaller import of_flags
 from tests.benchmarks import emulated_jobs, overhead
 from tests.benchmarks.bars import at_least, at_most, finish, summarize, taken
 from tests.launch.jobserver import JobServer
@@ -152,13 +153,16 @@ class Job:
             context_parallel_size=cp,
             expert_parts=ep * tp if ep > 1 else 0,
         )
+        count = known.experts.count if ep > 1 and known.experts else 0
+        kept = of_flags({"num_experts": count, "expert_model_parallel_size": ep})
         spec = JobSpec(
             num_layers=len(profile.costs.layers),
             pipeline_model_parallel_size=pp,
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
-            num_experts=known.experts.count if ep > 1 and known.experts else 0,
+            num_experts=count,
+            even_gangs_only=kept.even,
             experts_work=known.experts_work if ep > 1 else 0.0,
             num_microbatches=dp * microbatches,
             tokens_per_step=dp * microbatches,

@@ -146,3 +146,32 @@ def test_the_doctor_names_moot_flags_and_strange_ones():
     assert found == {"--overlap-grad-reduce": "ok", "--of-the-script": "warning"}
     strict = Job(config=OdysseyConfig(strict="on"), flags=argv)
     assert next(flags.rows(strict, "0.16.1")).state == "problem"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (
+            "--tensor-model-parallel-size 2 --attention-dropout 0 --hidden-dropout 0",
+            "may be Transformer Engine's",
+        ),
+        (
+            "--context-parallel-size 2 --attention-dropout 0 --hidden-dropout 0",
+            "goes on with fewer; with as many",
+        ),
+        (
+            "--expert-model-parallel-size 4 --num-experts 8 --moe-grouped-gemm",
+            "with a divisor of a whole one's",
+        ),
+        (
+            "--expert-model-parallel-size 4 --num-experts 8 --fp8-format hybrid",
+            "stand by: it computes in 8 bits",
+        ),
+        ("--pipeline-model-parallel-size 2", None),
+    ],
+)
+def test_what_becomes_of_broken_cells_is_said(given, found):
+    job = Job(config=OdysseyConfig(respawn=1), flags=tuple(given.split()))
+    said = [row.found for row in flags.rows(job, None) if row.name == "--odyssey-respawn"]
+    assert len(said) == (found is not None)
+    assert all(found in one for one in said)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.places import ComesBack, Move, Places, completed, shrunk
+from odyssey_megatron.cluster.places import ComesBack, Move, Places, completed, left_of_cells, shrunk
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_FENCED
@@ -46,6 +46,24 @@ def left(*lost: int) -> dict[int, int]:
 )
 def test_one_broken_cell_is_completed_from_the_others(cell_size, lost, expected):
     assert completed(left(*lost), lost, cell_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lost", "expected"),
+    [
+        ((4, 2, 1), [3], {0: 2}),
+        ((4, 2, 1), [3, 4], {0: 2, 1: 4}),  # the rank that stood by makes the other one whole
+        ((4, 2, 1), [3, 4, 0], {0: 1, 1: 4}),
+        ((4, 2, 1), [3, 4, 2], {0: 4, 1: 1}),  # in slot 2 is a rank of the other cell by now
+        ((4, 2, 1), [4, 5, 6, 7], {1: 0}),
+        ((4,), [3], {0: 0}),
+        ((4,), [3, 4], {0: 0, 1: 4}),
+        ((8, 7, 6, 5, 4, 3, 2, 1), [3, 6], {0: 6}),
+        ((16, 8, 4, 2, 1), [3], {0: 0}),  # the rest of the cell is on another node
+    ],
+)
+def test_what_is_left_of_a_node_s_cells(sizes, lost, expected):
+    assert left_of_cells(EIGHT, lost, sizes) == expected
 
 
 def test_slots_stay_with_their_processes():

@@ -100,6 +100,8 @@ def test_why_cells_are_kept_whole(megatron, changes, why):
     found = smaller.kept_whole(config).whole
     assert why in found
     assert bool(found) == bool(why)
+    of_flags = smaller.of_flags({**flags, "transformer_impl": "local"})
+    assert of_flags.whole == found, "without Megatron"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,8 @@ def test_why_gangs_have_as_many_ranks_as_divide_a_whole_one(megatron, changes, w
     assert not found.whole
     assert why in found.even
     assert bool(found.even) == bool(why)
+    given = {name.removeprefix("config."): value for name, value in (flags | changes).items()}
+    assert smaller.of_flags(given).even == found.even, "without Megatron"
 
 
 @pytest.mark.parametrize(

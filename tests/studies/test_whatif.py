@@ -61,6 +61,36 @@ def test_ranks_that_share_out_experts_die_together(capsys, tmp_path):
     assert "8 workers" in capsys.readouterr().out
 
 
+def test_what_is_left_of_cells_goes_on(capsys):
+    """Of a gang of eight that loses a GPU, seven; its experts come from the other gang of its stage."""
+    flags = ["--model", "qwen3-30b-a3b", "--expert-model-parallel-size", "8"]
+    flags += ["--pipeline-model-parallel-size", "2", "--num-microbatches", "16", "--kill", "0:3"]
+    assert main_plan([*flags, "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["smaller"]["sizes"] == {"0": 7}
+    after, with_it = (from_json(Plan, json.dumps(one)) for one in (got["after"], got["smaller"]["plan"]))
+    verify(with_it.layout, with_it.schedule)
+    assert 0 in set(with_it.layout.workers) - set(after.layout.workers)
+    assert main_plan([*flags, "--width", "0"]) == 0
+    text, gain = capsys.readouterr().out, after.step_s / with_it.step_s - 1
+    assert f"goes on (worker 0 with 7 of 8 GPUs), {gain:+.1%} throughput" in text
+    assert re.search(rf"^then: replan, step {with_it.step_s * 1e3:.1f} ms", text, re.MULTILINE)
+    assert re.search(rf"--odyssey-respawn 1 .* {gain:.1%} more throughput", text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--kill", "5:3"], "its layers may be Transformer Engine's"),
+        (["--kill", "5:3", "--odyssey-shrink", "off"], "--odyssey-shrink off"),
+    ],
+)
+def test_why_what_is_left_of_cells_stands_by(capsys, flags, why):
+    job = ["--model", "llama2-70b", "--tensor-model-parallel-size", "8", "--cluster", "16x8", "--width", "0"]
+    assert main_plan([*job, *flags]) == 0
+    assert f"what is left of broken cells stands by: {why}" in capsys.readouterr().out
+
+
 def test_a_profile_is_of_the_very_model(capsys, tmp_path):
     """It alone does not say how long sequences are."""
     profile = str(tmp_path / "profile.json")
@@ -112,7 +142,9 @@ def test_a_launch_script_is_planned_for(capsys, tmp_path):
     assert main_plan(by_hand.split()) == 0
     told = capsys.readouterr().out
     assert "8 workers of 2 GPUs, 64 microbatches a step" in text
-    of_both = [re.sub(r"decided in .*", "", one).splitlines()[1:] for one in (text, told)]
+    # The script says nothing of dropout, which is 0.1 then, and a named model has none.
+    unlike = re.compile(r"decided in .*|stands by: .*")
+    of_both = [unlike.sub("", one).splitlines()[1:] for one in (text, told)]
     assert of_both[0] == of_both[1]
     # Without a script all of it can be given.
     flags = re.search(r"MODEL=\"(.*?)\"(.*pretrain_gpt.py)", LAUNCH, re.DOTALL).group(1).split()
