@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from odyssey_megatron.codec import to_jsonable
@@ -42,7 +42,7 @@ def html(answer: whatif.WhatIf) -> str:
                 f"Layout {name}",
                 "A row is a pipeline, a box one of its workers: its layers (E embedding, H head), and what it keeps at "
                 "most, in GiB; the warmer, the fuller.",
-                _layout(plan, scenario.profile.costs.memory_bytes),
+                _layout(plan, scenario.profile.costs.memory_bytes, answer.sizes(plan)),
             )
             for name, plan in shown
         ),
@@ -110,9 +110,9 @@ def _facts(answer: whatif.WhatIf) -> str:
     return fact_row(facts)
 
 
-def _layout(plan: Plan, memory_bytes: int | None) -> str:
+def _layout(plan: Plan, memory_bytes: int | None, sizes: Mapping[int, int]) -> str:
     """Return a table of the plan's pipelines: the routes of microbatches, each with the number of microbatches that
-    take it.
+    take it. ``sizes``: the number of GPUs of workers that have lost some.
     """
     peaks, total = dict(plan.peak_bytes), plan.layout.num_layers
     most = memory_bytes or max(peaks.values())
@@ -124,7 +124,8 @@ def _layout(plan: Plan, memory_bytes: int | None) -> str:
     for way, count in sorted(ways.items()):
         cells = "".join(
             f'<td class="h{int(peaks[worker] / most * _STEPS_OF_HEAT)}" title="worker {worker}">'
-            f"{escape(pieces.short_span(first, last, total))}<br>{peaks[worker] / GIB:.1f}</td>"
+            f"{escape(pieces.short_span(first, last, total))}<br>{peaks[worker] / GIB:.1f}"
+            f"{f'<br>{sizes[worker]} GPUs' if worker in sizes else ''}</td>"
             for worker, first, last in way
         )
         rows.append(f"<tr><th>{count} microbatches</th>{cells}</tr>")

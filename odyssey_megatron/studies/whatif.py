@@ -8,10 +8,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from odyssey_megatron.cluster.cell import NO_SHAPES
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.state import ClusterState, apply
 from odyssey_megatron.codec import to_json
@@ -80,6 +81,10 @@ class WhatIf:
     def plan(self) -> Plan:
         """The plan with which the job would go on; the one before, if it would end."""
         return self.decision.plan if self.decision else self.before
+
+    def sizes(self, plan: Plan) -> Mapping[int, int]:
+        """Return worker -> its number of GPUs, of those that go on in ``plan`` though they have lost some."""
+        return self.smaller.sizes if self.smaller and plan is self.smaller.plan else NO_SHAPES
 
     @property
     def gain_of_smaller(self) -> float:

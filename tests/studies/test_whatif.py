@@ -61,7 +61,7 @@ def test_ranks_that_share_out_experts_die_together(capsys, tmp_path):
     assert "8 workers" in capsys.readouterr().out
 
 
-def test_what_is_left_of_cells_goes_on(capsys):
+def test_what_is_left_of_cells_goes_on(capsys, tmp_path):
     """Of a gang of eight that loses a GPU, seven; its experts come from the other gang of its stage."""
     flags = ["--model", "qwen3-30b-a3b", "--expert-model-parallel-size", "8"]
     flags += ["--pipeline-model-parallel-size", "2", "--num-microbatches", "16", "--kill", "0:3"]
@@ -76,6 +76,11 @@ def test_what_is_left_of_cells_goes_on(capsys):
     assert f"goes on (worker 0 with 7 of 8 GPUs), {gain:+.1%} throughput" in text
     assert re.search(rf"^then: replan, step {with_it.step_s * 1e3:.1f} ms", text, re.MULTILINE)
     assert re.search(rf"--odyssey-respawn 1 .* {gain:.1%} more throughput", text)
+    page = tmp_path / "plan.html"
+    assert main_plan([*flags, "--width", "0", "--html", str(page)]) == 0
+    before, _, then = page.read_text().partition("Layout with what is left of cells")
+    assert "<br>7 GPUs</td>" in then
+    assert "<br>7 GPUs</td>" not in before
 
 
 @pytest.mark.parametrize(
