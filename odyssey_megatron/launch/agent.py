@@ -256,7 +256,7 @@ class OdysseyAgent(LocalElasticAgent):
         """Tell the user that the job's host is gone, and return the exit code."""
         node, apart = self._worker_group.group_rank, self._launch.config.job_host
         host = f"odyssey host at {apart}" if apart else "the first agent"
-        say(f"[odyssey] node {node} stops: {host}, which hosts the coordinator, is gone.")
+        say(f"[odyssey] node {node} stops: {host}, which hosts the coordinator, is gone or out of reach.")
         return 1
 
     def _conclude(self, verdict: VerdictWatch, ranks: Ranks, control: Control) -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.events import Event, event_from_jsonable, event_to_jsonable
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.errors import ControlPlaneLost
-from odyssey_megatron.launch.lost_host import connections_to, give_up_after
+from odyssey_megatron.launch.lost_host import give_up_on_host
 
 EVENTS = "events"
 """Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
@@ -221,7 +221,7 @@ class Control:
 
         Args:
             timeout_s: The limit for connecting.
-            lease_s: A wait also ends if the store's host has not answered for this time.
+            lease_s: A wait also ends if the store's host has not answered for this time and a little more.
         """
         try:
             store = dist.TCPStore(
@@ -230,8 +230,7 @@ class Control:
         except dist.DistError as error:
             raise ControlPlaneLost(f"no store at {host}:{port} within {timeout_s} s: {error}") from error
         store.set_timeout(_IDLE_TIMEOUT)
-        for connection in connections_to(port):
-            give_up_after(connection, lease_s)
+        give_up_on_host(port, lease_s)
         return cls(store, token, writer=writer, incarnation=incarnation)
 
     def same_token(self) -> bool:

@@ -9,12 +9,9 @@ from odyssey_megatron.cluster.events import Event, NodeLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control, Stamp
-from odyssey_megatron.launch.lost_host import connections_to
+from odyssey_megatron.launch.lost_host import COMES_BACK_S, connections_to
 from odyssey_megatron.metrics.outlet import say
 
-_COMES_BACK_S = 2.5
-"""Seconds beyond a lease that the others wait for the job's host, without which the job is over: a suspended host may
-come back. All have ended within 5 s beyond the lease."""
 _LOOK_S = 0.1
 
 
@@ -64,7 +61,7 @@ class HostOfJob:
     """
 
     def __init__(self, limit_s: float):
-        self._limit_s, self._heard_s = limit_s + _COMES_BACK_S, time.monotonic()
+        self._limit_s, self._heard_s = limit_s + COMES_BACK_S, time.monotonic()
         self.ends = False
         """Whether somebody has asked for the end of the job."""
         self._awake = Awake(self._limit_s)

@@ -79,6 +79,18 @@ def test_the_network_between_two_living_hosts_is_gone(hosts, tmp_path):
     assert committed(tmp_path) == dict.fromkeys((0, 1), 500)
 
 
+@pytest.mark.matrix
+def test_the_network_is_gone_for_less_than_a_lease(hosts, tmp_path):
+    """Nobody is lost: what was sent meanwhile is soon sent again, and idle connections are not given up."""
+    agents = both(hosts, tmp_path, "--steps", 500, "--hold", tmp_path / "go", "--odyssey-node-lease-s", 3)
+    hosts.forward(False)
+    time.sleep(2.0)
+    hosts.forward(True)
+    (tmp_path / "go").touch()
+    assert [agent.wait(60) for agent in agents] == [0, 0], logs(tmp_path)
+    assert not events(tmp_path / "run", "failure_detected")
+
+
 CLOCK = """
 import os, time
 true = time.time
