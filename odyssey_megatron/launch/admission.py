@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.launch.lost_host import give_up_after
+from odyssey_megatron.launch.lost_host import give_up_after, give_up_on_host
 from odyssey_megatron.metrics.outlet import say
 
 BACKEND = "odyssey-nodes"
@@ -128,12 +128,13 @@ class Admission(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         meeting = self._meeting
         if self._store is None:
-            port = self._open() if meeting.hosts else self._knock()
-            self._address = RendezvousStoreInfo(master_addr=meeting.host, master_port=port)
+            host, port = self._open() if meeting.hosts else (meeting.host, self._knock())
+            self._address = RendezvousStoreInfo(master_addr=host, master_port=port)
         assert self._address is not None
         return RendezvousInfo(self._store, meeting.node, meeting.nodes, self._address)
 
-    def _open(self) -> int:
+    def _open(self) -> tuple[str, int]:
+        """Open door and store, and return where this host itself reaches the store."""
         meeting, session = self._meeting, secrets.token_hex(_NONCE_BYTES)
         self.token = session_token(meeting.token, session)
         where = {"host": meeting.bind or meeting.host, "port": meeting.port}
@@ -142,7 +143,8 @@ class Admission(RendezvousHandler):
             _, named = _resolve(meeting.host)
         except OSError as error:
             raise ConfigError(_NOT_OURS.format(**where, error=error)) from None
-        if ip_address(named).is_loopback and meeting.host not in (named, "localhost"):
+        only_here = ip_address(named).is_loopback and meeting.host not in (named, "localhost")
+        if only_here and not meeting.bind:
             option = "--odyssey-job-host" if meeting.is_apart else "--master-addr"
             say(_ONLY_HERE.format(host=meeting.host, address=named, option=option))
         try:
@@ -153,15 +155,15 @@ class Admission(RendezvousHandler):
         give_up_after(inside, meeting.lease_s)
         hosts = _Hosts(inside, family)
         hosts.admit({own, named, "127.0.0.1" if family == socket.AF_INET else "::1"})
-        port = inside.getsockname()[1]
+        port, reached = int(inside.getsockname()[1]), own if only_here else meeting.host
         self._store = dist.TCPStore(
-            meeting.host, port, None, True, timedelta(seconds=_MEET_S), wait_for_workers=False,
+            reached, port, None, True, timedelta(seconds=_MEET_S), wait_for_workers=False,
             master_listen_fd=inside.detach(),
         )  # fmt: skip
         secret = {"session": session, "port": port, **meeting.common}
         keeper = _Doorkeeper(door, meeting.token, secret, hosts.admit)
         threading.Thread(target=keeper.run, name="odyssey-door", daemon=True).start()
-        return int(port)
+        return reached, port
 
     def _knock(self) -> int:
         meeting, ends_s = self._meeting, time.monotonic() + _MEET_S
@@ -188,6 +190,7 @@ class Admission(RendezvousHandler):
         self._store = dist.TCPStore(
             meeting.host, found["port"], None, False, timedelta(seconds=_MEET_S), wait_for_workers=False
         )
+        give_up_on_host(found["port"], meeting.lease_s)  # it may vanish before all nodes have come
         return int(found["port"])
 
     def get_backend(self) -> str:

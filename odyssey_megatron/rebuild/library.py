@@ -6,10 +6,13 @@ A job on GPUs uses both: the group of all members connects hosts (``rebuild/host
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -204,4 +207,36 @@ def _gloo_device() -> Any:
         interface = "lo"  # gloo's default, the host's name, might make it listen on an outside address
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
+    if (address := _address_for_others()) is not None:
+        return dist.ProcessGroupGloo.create_device(hostname=address)
     return dist.ProcessGroupGloo.create_default_device()
+
+
+def _address_for_others() -> str | None:
+    """Return the address from which this host reaches the job's, if its own name leads to none that others reach.
+
+    gloo listens where the host's name leads, or on loopback if that is nowhere. Debian's /etc/hosts says 127.0.1.1.
+    None if the name will do, or if the job's host is reached by loopback, too.
+    """
+    if (named := _named()) is not None and not ip_address(named).is_loopback:
+        return None
+    with contextlib.suppress(OSError, KeyError):
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)  # sends nothing
+            own = str(probe.getsockname()[0])
+        return None if ip_address(own).is_loopback else own
+    return None
+
+
+def _named() -> str | None:
+    """Return the address of this host to which its name leads, as gloo finds it: the first one that is its own."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, where in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+                return str(where[0])
+    return None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import admission
 from odyssey_megatron.launch.admission import Admission, Meeting, _Doorkeeper, _Hosts, _only_from, ask
+from odyssey_megatron.launch.lost_host import connections_to
 
 
 def passes(program: bytes, address: str, family: int) -> bool:
@@ -116,9 +117,21 @@ def test_where_there_is_no_room_for_one_more_those_who_are_in_may_come_again():
     hosts.admit({"10.0.0.2"})  # 'odyssey join'
 
 
-@pytest.mark.parametrize(("host", "told"), [("head", True), ("localhost", False), ("127.0.0.1", False)])
-def test_a_host_that_knows_itself_by_a_loopback_address_says_so(monkeypatch, capfd, host, told):
-    """As Debian's /etc/hosts has it: other nodes would knock in vain, for ten minutes."""
+@pytest.mark.parametrize(
+    ("host", "bind", "told", "reached"),
+    [
+        ("head", "", True, "127.0.1.1"),
+        ("head", "127.0.0.1", False, "127.0.0.1"),
+        ("localhost", "", False, "localhost"),
+        ("127.0.0.1", "", False, "127.0.0.1"),
+    ],
+)
+def test_a_host_that_knows_itself_by_a_loopback_address_says_so(
+    monkeypatch, capfd, host, bind, told, reached
+):
+    """As Debian's /etc/hosts has it: other nodes would knock in vain, for ten minutes. With --odyssey-bind they would
+    not, and this host goes by that, too.
+    """
     look_up = socket.getaddrinfo
 
     def here(name: str, *settings: object, **named: object) -> object:
@@ -128,9 +141,10 @@ def test_a_host_that_knows_itself_by_a_loopback_address_says_so(monkeypatch, cap
     monkeypatch.setattr(dist, "TCPStore", lambda *settings, **named: None)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    Admission(
-        Meeting(host=host, port=port, node=0, nodes=2, token="", bind="", lease_s=3.0, hosts=True)
+    found = Admission(
+        Meeting(host=host, port=port, node=0, nodes=2, token="", bind=bind, lease_s=3.0, hosts=True)
     ).next_rendezvous()
+    assert found.bootstrap_store_info.master_addr == reached
     said = capfd.readouterr().err
     assert ("head, where the job's nodes are to meet, is 127.0.1.1 on this machine" in said) == told
     assert ("--master-addr" in said) == told
@@ -171,3 +185,21 @@ def test_a_node_with_other_flags_than_the_first_is_refused(unlike, said):
     assert Admission(other).next_rendezvous().world_size == 2
     with pytest.raises(ConfigError, match=said):
         Admission(replace(other, **unlike)).next_rendezvous()
+
+
+def test_a_node_that_waits_for_others_does_not_wait_for_a_host_that_has_vanished():
+    """No packet says so. The kernel would wait for 15 minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    meeting = Meeting(
+        host="127.0.0.1", port=port, node=0, nodes=2, token="one", bind="", lease_s=3.0, hosts=True
+    )
+    host = Admission(meeting)
+    host.next_rendezvous()
+    found = Admission(replace(meeting, node=1, hosts=False)).next_rendezvous().bootstrap_store_info
+    limits_s = [
+        one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1e3
+        for one in connections_to(found.master_port)
+    ]
+    assert limits_s
+    assert all(0 < limit_s < 3.0 + 5.0 for limit_s in limits_s)
