@@ -432,4 +432,14 @@ class Coordinator:
             else:
                 found.append(replace(event, t_s=time.monotonic()) if isinstance(event, RankDied) else event)
         # Losses of nodes come first: a node that is replaced was lost before the ranks in its place could join.
-        return [*self._leases.expired(time.monotonic()), *found]
+        return [*self._lost_nodes(), *found]
+
+    def _lost_nodes(self) -> list[Event]:
+        lost, living = self._leases.expired(time.monotonic()), {*self._job.cluster.ranks}
+        nodes = [one.node for one in lost if living.intersection(self._job.ranks_on(one.node))]
+        if nodes:
+            what = f"nothing has been heard of node(s) {', '.join(map(str, nodes))} for a while"
+            self._say(
+                f"[odyssey] {what} (--odyssey-node-lease-s): dead, cut off, or stopped. Their ranks are out."
+            )
+        return [*lost]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from odyssey_megatron.cluster.events import Event, NodeLost
+from odyssey_megatron.cluster.events import NodeLost
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control, Stamp
@@ -35,10 +35,10 @@ class Leases:
             self.nodes.append(node)
             self._seen.pop(node, None)
 
-    def expired(self, now_s: float) -> list[Event]:
+    def expired(self, now_s: float) -> list[NodeLost]:
         if not self.nodes:
             return []
-        lost, awake_s = list[Event](), self._awake.since_s(now_s)
+        lost, awake_s = list[NodeLost](), self._awake.since_s(now_s)
         beats = self._control.latest([keys.lease_key(node) for node in self.nodes])
         for node, (beat, _) in zip(list(self.nodes), beats, strict=True):
             before, since_s = self._seen.get(node, (None, now_s))

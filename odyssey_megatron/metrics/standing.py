@@ -114,6 +114,8 @@ def standing(events: Sequence[JournalEvent], world_size: int) -> JobStanding:
         raise ValueError(f"a job of {world_size} ranks")
     cell = max(1, decided[first].get("cell_size", 1))
     hosts, (dead, joining) = nodes_of(events), _dead(events)
+    # As the job itself counts nodes: by their agents, since several may have one name.
+    agents = {event["target"]: str(event.get("source", "")) for event in named(events, "rank_started")}
     workers = range(-(-world_size // cell))
     sizes = _sizes(decided[current], cell)
     ranks = {
@@ -131,7 +133,7 @@ def standing(events: Sequence[JournalEvent], world_size: int) -> JobStanding:
         or any(one > current and not decided[one].get("planned") for one in decided),
         dead=frozenset(dead),
         places=_places(home, layout, ranks, cell, gone, waiting, nodes, _slowness(events)),
-        margins=_margins(layout, gone, nodes),
+        margins=_margins(layout, gone, {worker: agents.get(ranks[worker][0], "") for worker in workers}),
     )
 
 

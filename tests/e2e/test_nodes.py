@@ -58,6 +58,7 @@ def test_a_lost_node(jobs, undisturbed, name):
     assert agents[0].wait(60) == 0, agents[0].log()
     (lost,) = events(run_dir, "failure_detected")
     assert lost["dead"] == [2, 3]
+    assert "nothing has been heard of node(s) 1 for a while" in agents[0].log()
     outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
     assert_equal_numbers(outcome.run.steps, reference.run.steps, rel=TOLERANCE)
     assert_equal_weights(outcome.weights(), reference.weights())

@@ -107,6 +107,16 @@ def test_how_many_more_losses_each_layer_survives(runs, shot):
     assert shot.standing.survives_nodes == 0
 
 
+def test_nodes_that_have_one_name_are_told_apart(runs):
+    """By their agents, as the job itself does: containers may all be called the same."""
+    events = [
+        # The holders of a stage are on different nodes.
+        event | ({"host": "same", "source": f"agent{event['target'] % 2}"} if "pid" in event else {})
+        for event in events_of(runs["undisturbed"])
+    ]
+    assert live("same", events).standing.survives_nodes == 1
+
+
 def test_a_plan_that_is_only_offered_is_not_in_force(runs):
     events = events_of(runs["shot_at"])
     offered = until(events, "decision", policy="fill")
