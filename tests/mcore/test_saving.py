@@ -134,6 +134,22 @@ def test_a_complete_attempt_takes_the_place_of_the_checkpoint_before(tmp_path):
     assert not (folder / "old").exists()
 
 
+def test_a_rank_that_was_cut_off_meanwhile_leaves_what_the_others_have_saved(tmp_path, monkeypatch):
+    """While it waits for its disk the others count it as lost, sweep up what it has written, and save again."""
+    folder, waits = tmp_path / "iter_0000004", saving._sync
+
+    def others_save(_):
+        monkeypatch.setattr(saving, "_sync", waits)
+        saving._sweep(folder)
+        saving._put_in_place(written(tmp_path / ".odyssey-iter_0000004-2"), folder)
+        track(tmp_path, "4")
+
+    monkeypatch.setattr(saving, "_sync", others_save)
+    with pytest.raises(FileNotFoundError):
+        saving._put_in_place(written(tmp_path / ".odyssey-iter_0000004-1"), folder)
+    assert saving.damage(folder) == []
+
+
 def test_an_attempt_with_a_hole_does_not(tmp_path):
     folder = written(tmp_path / "iter_0000004")
     attempt = written(tmp_path / ".odyssey-iter_0000004-1")

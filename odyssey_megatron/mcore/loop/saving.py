@@ -288,6 +288,8 @@ def _put_in_place(written: Path, folder: Path) -> None:
     before = folder.with_name(written.name + "-before")
     try:
         written.rename(folder)  # the folder that Megatron has made there is empty
+    except FileNotFoundError:
+        raise  # others have swept it and saved again, as this rank was cut off meanwhile: what is there is theirs
     except OSError:
         folder.rename(before)
         written.rename(folder)
