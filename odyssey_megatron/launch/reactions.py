@@ -40,7 +40,7 @@ or joined. More of them end it, unless a member that has not entered the generat
 """
 _FRUITLESS = (
     "{count} generations in a row have come to nothing: not one step was done in them, though nobody died. In the last "
-    "one {wanted}. Something fails on all ranks alike, or two nodes that both reach the job's host do not reach each "
+    "one {wanted}. Something fails on all ranks alike, or nodes that reach the job's host do not reach each "
     "other; their logs may say what. Restart from the last checkpoint."
 )
 
