@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import Event, GenerationLive, RankDied, RankJoined, RankReturned
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.shapes import Each
@@ -221,13 +222,13 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
     for ours, theirs in product(sizes, sizes):
         here, there = whole.of_worker(0, ours), whole.of_worker(1, theirs)
         for one in there:
-            counterparts = {other.rank for other in one.counterparts(0, ours)}
+            counterparts = {other.rank for other in Cells(one, {0: ours}).counterparts(0)}
             assert_given_all_once(here, one, counterparts)
             if ours == theirs:
                 for cuts in (False, True):
                     assert here[one.index].gives(one, cuts=cuts) == one.pieces(cuts), "all of it, as it lies"
             for other in (other for other in here if other.rank in counterparts):
-                assert one.rank in {back.rank for back in other.counterparts(1, theirs)}
+                assert one.rank in {back.rank for back in Cells(other, {1: theirs}).counterparts(1)}
                 assert one.named("a", other.rank) == other.named("a", one.rank)
         slots = [one.slot(part) for one in there for part in one.held_parts]
         assert len(slots) == len(set(slots))
@@ -236,7 +237,7 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
             assert all(one.fills(one.slot(part)) for part in one.held_parts)
             assert [one.slot(part) % whole.parts for part in one.held_parts] == [*one.held_parts]
             for parts in {whole.full_tensor, whole.full_expert_parts, whole.parts}:
-                having = {part: whole.having(1, part, parts, theirs) for part in range(parts)}
+                having = {part: Cells(whole, {1: theirs}).having(1, part, parts) for part in range(parts)}
                 assert [part for part in having if one.rank in having[part]] == sorted(one.own(parts))
                 assert len({len(ranks) for ranks in having.values()}) == 1
 
@@ -268,10 +269,10 @@ def test_ranks_of_an_uneven_gang_have_all_lanes_and_experts_between_them(ranks, 
             held = [part for one in gang for part in one.held_parts]
             assert sorted(held) == [*range(among.parts)] if among.runs or len(gang) == whole.size else held
         for one in there:
-            assert_given_all_once(here, one, {other.rank for other in one.counterparts(0, ours)})
+            assert_given_all_once(here, one, {other.rank for other in Cells(one, {0: ours}).counterparts(0)})
             assert [one.slot(part) % among.parts for part in one.held_parts] == [*one.held_parts]
             for parts in {among.full_tensor, among.full_expert_parts}:
-                having = {part: among.having(1, part, parts, theirs) for part in range(parts)}
+                having = {part: Cells(among, {1: theirs}).having(1, part, parts) for part in range(parts)}
                 assert [part for part in having if one.rank in having[part]] == sorted(one.own(parts))
                 assert len({len(ranks) for ranks in having.values()}) == 1
 
@@ -339,7 +340,7 @@ def test_all_of_a_group_know_the_same_of_it(shapes, context, tagged):
     known: dict[str, tuple[int, ...]] = {}
     for rank in everyone:
         for name, ranks in group_members(
-            plan, everyone, cell_of(rank, 6, shapes, context), shapes, tagged=tagged
+            plan, everyone, Cells(cell_of(rank, 6, shapes, context), shapes), tagged=tagged
         ).items():
             assert rank in ranks
             assert len(set(ranks)) == len(ranks)
@@ -347,7 +348,7 @@ def test_all_of_a_group_know_the_same_of_it(shapes, context, tagged):
     for name, ranks in known.items():
         for rank in ranks:
             assert name in group_members(
-                plan, everyone, cell_of(rank, 6, shapes, context), shapes, tagged=tagged
+                plan, everyone, Cells(cell_of(rank, 6, shapes, context), shapes), tagged=tagged
             )
     blocks = {name: ranks for name, ranks in known.items() if name.startswith("block:0:")}
     assert len(blocks) == 6 // context, "a sum for each part"

@@ -386,15 +386,6 @@ class Cell:
             return (self.index % parts,)
         return tuple(self.held_shards) if parts == self.full_tensor else self.held_parts
 
-    def having(self, worker: int, part: int, parts: int, size: int = 0) -> tuple[int, ...]:
-        """Return the ranks of ``worker`` that have ``part`` of something in ``parts`` parts.
-
-        ``worker`` has ``size`` ranks; 0: it is whole.
-        """
-        if not (size or self.runs):
-            return tuple(range(worker * self.full + part, (worker + 1) * self.full, parts))
-        return tuple(one.rank for one in self.of_worker(worker, size) if part in one.own(parts))
-
     def pieces(self, cuts: bool) -> tuple[int, ...]:
         """Return the numbers of the pieces that this rank has of an activation, in their order there.
 
@@ -432,20 +423,6 @@ class Cell:
         if self.runs:
             return tuple(part for part in other.held_parts if part in self.held_parts)
         return tuple(part for part in other.held_parts if self.fills(other.slot(part)))
-
-    def counterparts(self, worker: int, size: int = 0) -> list[Cell]:
-        """Return the ranks of ``worker`` with which this one exchanges anything.
-
-        ``worker`` has ``size`` ranks; 0: it is whole.
-        """
-        if (size or self.full) == self.size:
-            return [replace(self, rank=worker * self.full + self.index)]
-
-        def exchange(one: Cell) -> bool:
-            ways = ((self, one), (one, self))
-            return any(a.moves(b) or a.gives(b, cuts=True) or a.gives(b, cuts=False) for a, b in ways)
-
-        return [one for one in self.of_worker(worker, size) if exchange(one)]
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:

@@ -268,10 +268,9 @@ class RankRuntime:
         self._slow.times = self._measured.link or self._slow.times
         channels = Channels(
             self._groups.entered,
-            cell=assignment.cell,
+            cells=assignment.cells,
             num_layers=assignment.layout.num_layers,
             tagged=self._tagged,
-            shapes=assignment.shapes,
             cuts=model.cuts_activations,
             slow=self._slow,
         )
@@ -306,7 +305,7 @@ class RankRuntime:
         return Interpreter(
             self._model,
             channels,
-            holder_groups(groups.find, cell, layout.blocks(), self._assigned.shapes),
+            holder_groups(groups.find, self._assigned.cells, layout.blocks()),
             weights=weights,
             tensor_group=groups.within_cell(cell.tensor_ranks),
             num_layers=layout.num_layers,

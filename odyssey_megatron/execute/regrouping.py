@@ -156,7 +156,7 @@ class Regrouping:
         """
         parts = assignment.cell.parts
         (block,) = (one for one in assignment.layout.blocks() if (one.first, one.last) == (first, last))
-        ranks = membership.ranks_of_holders(block, assignment.cell, assignment.shapes, parts)
+        ranks = membership.ranks_of_holders(block, assignment.cells, parts)
         return self.entered[membership.block_group_name(first, last, slot % parts, parts)], ranks
 
     @property

@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.mcore.loop import checkpoint
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.shards import Saved
@@ -96,7 +97,7 @@ class Rank:
         layout = layout_from_routes(LAYERS, (pipeline_route((0,), (LAYERS,), (0, 1)),), tied=tied)
         self.layout, self.cell, self.of_layers = layout, cell, range(len(layout.all_holders))
         self.tensor_group = own.groups.tp if cell.tensor > 1 else None
-        having = cell.having(0, cell.held_shards[0], tensor, size)
+        having = Cells(cell, {0: size}).having(0, cell.held_shards[0], tensor)
         self.lanes_group = group_of(f"lanes{having}", store, having.index(rank), len(having))
         """Of those who have the same but for experts."""
 
