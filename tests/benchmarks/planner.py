@@ -61,8 +61,8 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation, Profile
-from odyssey_megatron.studies.presets import preset_profile
 from tests.benchmarks.bars import at_most, finish
+from tests.plan.samples import preset_profile
 
 CLUSTERS = (
     ("llama2-7b", 32, 1, 8, 20.0, 350),
