@@ -120,14 +120,15 @@ def test_ranks_that_share_out_experts_are_a_worker():
 def test_a_worker_has_the_whole_sequence_and_all_experts(sizes, size, lanes, parts):
     """As Megatron lays them out over the ranks of a stage (core_v0.16.1 core/parallel_state.py, ``RankGenerator``)."""
     cells = [Cell.of(rank, **sizes) for rank in range(2 * size)]
-    assert {(one.size, one.lanes, one.parts) for one in cells} == {(size, lanes, parts)}
+    assert {(one.size, one.lanes, one.parts.count) for one in cells} == {(size, lanes, parts)}
     for one in cells:
         assert one.rank in one.lane_ranks
         assert one.rank in one.expert_ranks
         assert set(one.expert_ranks) <= set(one.ranks)
         assert len({other % one.expert_parts for other in one.expert_part_ranks}) == one.expert_parts
         assert {
-            cells[rank].tensor_rank for rank in Cells(one).having(0, one.index % one.parts, one.parts)
+            cells[rank].tensor_rank
+            for rank in Cells(one).having(0, one.index % one.parts.count, one.parts.count)
         } == {one.tensor_rank}
 
 

@@ -30,13 +30,15 @@ class Cells:
             return [replace(here, rank=worker * here.full + here.index)]
 
         def exchange(there: Cell) -> bool:
-            ways = ((here, there), (there, here))
-            return any(a.moves(b) or a.gives(b, cuts=True) or a.gives(b, cuts=False) for a, b in ways)
+            return any(
+                a.parts.given_to(b.parts) or a.gives(b, cuts=True) or a.gives(b, cuts=False)
+                for a, b in ((here, there), (there, here))
+            )
 
         return [there for there in self.ranks_of(worker) if exchange(there)]
 
     def having(self, worker: int, part: int, parts: int) -> tuple[int, ...]:
         """Return the ranks of ``worker`` that have ``part`` of something in ``parts`` parts."""
         if worker in self.shapes or self.cell.runs:
-            return tuple(one.rank for one in self.ranks_of(worker) if part in one.own(parts))
+            return tuple(one.rank for one in self.ranks_of(worker) if part in one.parts.own(parts))
         return tuple(self.cell.numbers(worker)[part::parts])

@@ -135,9 +135,9 @@ class Channels:
         other = transfer.target if sends else transfer.source
         found = []
         for there in self._cells.counterparts(other):
-            source, target = (here, there) if sends else (there, here)
+            source, target = (here.parts, there.parts) if sends else (there.parts, here.parts)
             where = self._of_moves(transfer, number, there.rank)
-            found += [Way(part, target.slot(part), there.rank, where) for part in source.moves(target)]
+            found += [Way(part, target.slot(part), there.rank, where) for part in source.given_to(target)]
         return found
 
     def _of_moves(self, transfer: Transfer, number: int, rank: int) -> dict[str, Any]:

@@ -105,11 +105,11 @@ def holder_groups(
             return group(block_group_name(block.first, block.last, part, parts))
 
         cell = cells.cell
-        parts, expert_parts = cell.full_tensor, cell.full_expert_parts
+        parts, expert_parts = cell.full_tensor, cell.parts.of_experts
         return Holders(
             {part: of_part(part, parts) for part in cell.held_shards},
             ranks_of_holders(block, cells, parts),
-            {part: of_part(part, expert_parts) for part in cell.own(expert_parts)},
+            {part: of_part(part, expert_parts) for part in cell.parts.own(expert_parts)},
             ranks_of_holders(block, cells, expert_parts),
         )
 
@@ -148,8 +148,8 @@ def groups_of_block(block: Block, cells: Cells) -> dict[str, tuple[int, ...]]:
     """Return the groups in which the rank of ``cells.cell``, whose worker holds ``block``, sums its gradients."""
     # There is one sum over all ranks that have the same part, so that all of them get the same bytes.
     groups, cell = {}, cells.cell
-    for parts in {cell.full_tensor, cell.full_expert_parts, cell.parts}:
-        for part in cell.own(parts):
+    for parts in {cell.full_tensor, cell.parts.of_experts, cell.parts.count}:
+        for part in cell.parts.own(parts):
             ranks = tuple(rank for one in block.holders for rank in cells.having(one, part, parts))
             if len(ranks) > 1:
                 groups[block_group_name(block.first, block.last, part, parts)] = ranks
@@ -158,7 +158,7 @@ def groups_of_block(block: Block, cells: Cells) -> dict[str, tuple[int, ...]]:
 
 def ranks_of_holders(block: Block, cells: Cells, parts: int) -> tuple[int, ...]:
     """Return the number of ranks that each holder of ``block`` has in a group for one of ``parts`` parts of it."""
-    part = cells.cell.own(parts)[0]
+    part = cells.cell.parts.own(parts)[0]
     return tuple(len(cells.having(one, part, parts)) for one in block.holders)
 
 

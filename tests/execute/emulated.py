@@ -267,7 +267,7 @@ class Accelerator(Held):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def _names(self, layer: int) -> list[str]:
-        return [f"w{part}" for part in self._cell.held_parts]
+        return [f"w{part}" for part in self._cell.parts.held]
 
     def _of_part(self, layer: int, part: int) -> list[str]:
         return [f"w{part}"]
