@@ -86,7 +86,7 @@ class RankRuntime:
             journal, member, self._measured, on_commit=on_commit, trace_steps=config.trace_steps
         )
         self._position = Position(first_step, model.num_totals + NUM_VOTES)
-        self._at_hand = StepAtHand(model, self._device, keeps=config.interrupted_step == "resume")
+        self._at_hand = StepAtHand(model, self._device, keeps=config.resumes_steps)
         self._lookout = Lookout(member, fault_point, self._position, self.chronicle)
         self._groups = Regrouping(
             self._cell, build, decline=member.decline, on_groups=on_groups, tagged=tagged_messages

@@ -96,7 +96,7 @@ class PolicyPlanner:
         layout = self._config.layout
         self._job = job = replace(job, best_layout=layout == "auto", spreads_replicas=layout != "megatron")
         self._profile = _checked(from_json(Profile, profile_json), job)
-        keeps = self._config.interrupted_step == "resume"
+        keeps = self._config.resumes_steps
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
         job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
@@ -128,9 +128,8 @@ class PolicyPlanner:
             plan = initial_plan(job, state, self._profile)
             return Decided(plan=plan, rows=self._layouts(plan, job, state) if job.chooses_layout else ())
         self._among = redundancy.MODES if asked == "auto" else (asked,)
-        resumes = self._config.interrupted_step == "resume"
         self._standings, impossible = redundancy.possible(
-            self._among, job, state, self._profile, resumes=resumes
+            self._among, job, state, self._profile, resumes=self._config.resumes_steps
         )
         chosen, rows = self._chosen(state, state.started_s)
         return Decided(plan=chosen.plan, rows=(*rows, *impossible))
