@@ -263,17 +263,17 @@ class PolicyPlanner:
         self,
         state: ClusterState,
         live: Plan,
-        workers: Collection[int],
+        worker: int,
         now_s: float,
         whole: Collection[int] = (),
     ) -> WithoutThem:
         kept_s, healthy_s = self.slowed_s(state, live, whole)
         away_s = replacing.away_s(self._start_s or 0.0, kept_s)
-        left, gives_first = without(state, workers), False
+        left, gives_first = without(state, [worker]), False
         try:
             decided = self._going_on(left, live, self._newest(), now_s, home=self._home, horizon_s=away_s)
         except LayersLost:
-            decided, gives_first = self.freeing(state, live, workers, now_s), True
+            decided, gives_first = self.freeing(state, live, [worker], now_s), True
         price = replacing.Price(
             healthy_s=healthy_s,
             kept_s=kept_s,
