@@ -299,6 +299,11 @@ class OdysseyConfig:
         return self.redundancy == "compute"
 
     @property
+    def resumes_steps(self) -> bool:
+        """Whether an interrupted step goes on, for which messages stay in memory until a step's end."""
+        return self.interrupted_step == "resume"
+
+    @property
     def uses_nccl(self) -> bool:
         """Whether NCCL connects the ranks; otherwise gloo does."""
         return self.device == "cuda" and self.backend == "auto"
@@ -340,7 +345,7 @@ def _check(config: OdysseyConfig) -> None:
                 one.metadata["within"].check(value)
             except ValueError as error:
                 raise ConfigError(f"{flag_of(one)}: {error}.") from None
-    if config.eager_forwards and config.interrupted_step != "resume":
+    if config.eager_forwards and not config.resumes_steps:
         raise ConfigError(
             "--odyssey-redundancy compute saves parts of an interrupted step, which --odyssey-interrupted-step "
             f"{config.interrupted_step} gives up. Use --odyssey-interrupted-step resume, or --odyssey-redundancy state."

@@ -56,9 +56,9 @@ class FileChange:
     after: bytes
 
 
-def supported(folder: Path | None = None) -> tuple[Patch, ...]:
-    """Return the patches in ``folder`` (default: :func:`data`), in the order of their tags."""
-    folder = folder or data()
+def supported() -> tuple[Patch, ...]:
+    """Return the patches in :func:`data`, in the order of their tags."""
+    folder = data()
     ours = (folder / "lines.txt").read_text()
     patches = []
     for file in sorted(folder.glob("*/patch.toml")):

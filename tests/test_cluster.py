@@ -5,6 +5,7 @@ import random
 import pytest
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import (
     GenerationLive,
     NodeLost,
@@ -77,10 +78,10 @@ def test_who_is_lost_between_two_states():
 def test_ranks_of_a_cell_talk_to_their_likes():
     cell = Cell(rank=5, size=2)
     assert (cell.worker, cell.index, cell.ranks) == (2, 1, (4, 5))
-    assert [one.rank for one in cell.counterparts(0)] == [1]
+    assert [one.rank for one in Cells(cell).counterparts(0)] == [1]
     names = {Cell(rank=one, size=2).named("0>2", one - 4) for one in (4, 5)}
     assert len(names) == 2, "two groups, with an address each"
-    assert [one.rank for one in Cell(rank=5).counterparts(3)] == [3]
+    assert [one.rank for one in Cells(Cell(rank=5)).counterparts(3)] == [3]
 
 
 def test_ranks_of_a_cell_have_shards_and_parts_of_the_sequence():
@@ -88,7 +89,7 @@ def test_ranks_of_a_cell_have_shards_and_parts_of_the_sequence():
     cell = Cell(rank=13, size=8, context=4)
     assert (cell.worker, cell.index, cell.tensor_rank, cell.context_rank) == (1, 5, 1, 2)
     assert (cell.tensor_ranks, cell.context_ranks) == ((12, 13), (9, 11, 13, 15))
-    assert cell.having(0, cell.index % cell.tensor, cell.tensor) == (1, 3, 5, 7)
+    assert Cells(cell).having(0, cell.index % cell.tensor, cell.tensor) == (1, 3, 5, 7)
     twin = Cell(rank=15, size=8, context=4)
     assert cell.named("0>1", 5) != twin.named("0>1", 7)
 
@@ -99,10 +100,10 @@ def test_ranks_that_share_out_experts_are_a_worker():
     assert (gang.size, gang.lanes, gang.lane, gang.tensor_rank) == (8, 4, 2, 1)
     assert (gang.lane_ranks, gang.expert_ranks) == ((12, 13), (9, 11, 13, 15))
     assert (gang.expert_tensor_ranks, gang.expert_part_ranks) == ((12, 13), (8, 9, 10, 11, 12, 13, 14, 15))
-    assert gang.having(0, 1, gang.tensor) == (1, 3, 5, 7), (
+    assert Cells(gang).having(0, 1, gang.tensor) == (1, 3, 5, 7), (
         "gradients of what is cut by tensor parallelism are summed here"
     )
-    assert gang.having(0, gang.index, gang.expert_parts) == (5,), "and of experts there"
+    assert Cells(gang).having(0, gang.index, gang.expert_parts) == (5,), "and of experts there"
 
 
 @pytest.mark.parametrize(
@@ -119,15 +120,16 @@ def test_ranks_that_share_out_experts_are_a_worker():
 def test_a_worker_has_the_whole_sequence_and_all_experts(sizes, size, lanes, parts):
     """As Megatron lays them out over the ranks of a stage (core_v0.16.1 core/parallel_state.py, ``RankGenerator``)."""
     cells = [Cell.of(rank, **sizes) for rank in range(2 * size)]
-    assert {(one.size, one.lanes, one.parts) for one in cells} == {(size, lanes, parts)}
+    assert {(one.size, one.lanes, one.parts.count) for one in cells} == {(size, lanes, parts)}
     for one in cells:
         assert one.rank in one.lane_ranks
         assert one.rank in one.expert_ranks
         assert set(one.expert_ranks) <= set(one.ranks)
         assert len({other % one.expert_parts for other in one.expert_part_ranks}) == one.expert_parts
-        assert {cells[rank].tensor_rank for rank in one.having(0, one.index % one.parts, one.parts)} == {
-            one.tensor_rank
-        }
+        assert {
+            cells[rank].tensor_rank
+            for rank in Cells(one).having(0, one.index % one.parts.count, one.parts.count)
+        } == {one.tensor_rank}
 
 
 def test_a_node_takes_the_gangs_along_that_reach_into_it():

@@ -16,7 +16,7 @@ import pytest
 from odyssey_megatron import cli
 from odyssey_megatron.codec import to_jsonable
 from odyssey_megatron.inputs import COUNT, Between, read_text
-from odyssey_megatron.studies.presets import preset_profile
+from tests.plan.samples import preset_profile
 
 PROFILE = preset_profile("llama2-7b", "h100")
 

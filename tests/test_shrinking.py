@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import Event, GenerationLive, RankDied, RankJoined, RankReturned
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.shapes import Each
@@ -204,9 +205,9 @@ def assert_given_all_once(here, one, counterparts):
         gives = {other.rank: other.gives(one, cuts=cuts) for other in here}
         assert sorted(at for own in gives.values() for at in own) == sorted(one.pieces(cuts))
         assert {rank for rank, own in gives.items() if own} <= counterparts
-    moves = {other.rank: other.moves(one) for other in here}
-    assert sorted(part for own in moves.values() for part in own) == list(one.held_parts)
-    assert all(part in other.held_parts for other in here for part in moves[other.rank])
+    moves = {other.rank: other.parts.given_to(one.parts) for other in here}
+    assert sorted(part for own in moves.values() for part in own) == list(one.parts.held)
+    assert all(part in other.parts.held for other in here for part in moves[other.rank])
     assert {rank for rank, own in moves.items() if own} <= counterparts
 
 
@@ -221,23 +222,23 @@ def test_two_ranks_agree_on_what_they_have_in_common(sizes):
     for ours, theirs in product(sizes, sizes):
         here, there = whole.of_worker(0, ours), whole.of_worker(1, theirs)
         for one in there:
-            counterparts = {other.rank for other in one.counterparts(0, ours)}
+            counterparts = {other.rank for other in Cells(one, {0: ours}).counterparts(0)}
             assert_given_all_once(here, one, counterparts)
             if ours == theirs:
                 for cuts in (False, True):
                     assert here[one.index].gives(one, cuts=cuts) == one.pieces(cuts), "all of it, as it lies"
             for other in (other for other in here if other.rank in counterparts):
-                assert one.rank in {back.rank for back in other.counterparts(1, theirs)}
+                assert one.rank in {back.rank for back in Cells(other, {1: theirs}).counterparts(1)}
                 assert one.named("a", other.rank) == other.named("a", one.rank)
-        slots = [one.slot(part) for one in there for part in one.held_parts]
+        slots = [one.parts.slot(part) for one in there for part in one.parts.held]
         assert len(slots) == len(set(slots))
         assert set(slots) <= set(range(whole.size))
         for one in there:
-            assert all(one.fills(one.slot(part)) for part in one.held_parts)
-            assert [one.slot(part) % whole.parts for part in one.held_parts] == [*one.held_parts]
-            for parts in {whole.full_tensor, whole.full_expert_parts, whole.parts}:
-                having = {part: whole.having(1, part, parts, theirs) for part in range(parts)}
-                assert [part for part in having if one.rank in having[part]] == sorted(one.own(parts))
+            assert all(one.parts.fills(one.parts.slot(part)) for part in one.parts.held)
+            assert [one.parts.slot(part) % whole.parts.count for part in one.parts.held] == [*one.parts.held]
+            for parts in {whole.full_tensor, whole.parts.of_experts, whole.parts.count}:
+                having = {part: Cells(whole, {1: theirs}).having(1, part, parts) for part in range(parts)}
+                assert [part for part in having if one.rank in having[part]] == sorted(one.parts.own(parts))
                 assert len({len(ranks) for ranks in having.values()}) == 1
 
 
@@ -265,14 +266,16 @@ def test_ranks_of_an_uneven_gang_have_all_lanes_and_experts_between_them(ranks, 
             counts = [len(one.held_experts) for one in gang]
             assert max(counts) - min(counts) <= 1
             assert max(len(one.held_lanes) for one in gang) == gang[0].lane_each
-            held = [part for one in gang for part in one.held_parts]
-            assert sorted(held) == [*range(among.parts)] if among.runs or len(gang) == whole.size else held
+            held = [part for one in gang for part in one.parts.held]
+            assert (
+                sorted(held) == [*range(among.parts.count)] if among.runs or len(gang) == whole.size else held
+            )
         for one in there:
-            assert_given_all_once(here, one, {other.rank for other in one.counterparts(0, ours)})
-            assert [one.slot(part) % among.parts for part in one.held_parts] == [*one.held_parts]
-            for parts in {among.full_tensor, among.full_expert_parts}:
-                having = {part: among.having(1, part, parts, theirs) for part in range(parts)}
-                assert [part for part in having if one.rank in having[part]] == sorted(one.own(parts))
+            assert_given_all_once(here, one, {other.rank for other in Cells(one, {0: ours}).counterparts(0)})
+            assert [one.parts.slot(part) % among.parts.count for part in one.parts.held] == [*one.parts.held]
+            for parts in {among.full_tensor, among.parts.of_experts}:
+                having = {part: Cells(among, {1: theirs}).having(1, part, parts) for part in range(parts)}
+                assert [part for part in having if one.rank in having[part]] == sorted(one.parts.own(parts))
                 assert len({len(ranks) for ranks in having.values()}) == 1
 
 
@@ -282,9 +285,9 @@ def test_experts_of_an_uneven_gang_are_spread_evenly_and_lanes_dealt_out_in_turn
     assert [[*one.held_experts] for one in ranks] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert [[*one.held_lanes] for one in ranks] == [[0, 3], [1], [2]]
     assert gang.runs == (0, 2, 3, 4, 6)
-    assert [one.of_layer.runs for one in ranks] == [((0, 2), (2, 3)), ((3, 4), (4, 6)), ((6, 8),)]
+    assert [one.parts.each.runs for one in ranks] == [((0, 2), (2, 3)), ((3, 4), (4, 6)), ((6, 8),)]
     beside = gang.of_worker(0)
-    assert [one.held_parts for one in beside] == [(0,), (1, 2), (3,), (4,)]
+    assert [one.parts.held for one in beside] == [(0,), (1, 2), (3,), (4,)]
     assert beside[0].among({}).runs == ()
     assert Cell.of(0, tensor=1, expert=4, experts=4).uneven_sizes == (), "an expert is not divided"
     assert Cell.of(0, tensor=1, context=4, expert=4, experts=8).uneven_sizes == ()
@@ -296,11 +299,11 @@ def test_a_rank_of_a_smaller_gang_has_neighbouring_lanes_and_experts():
     assert [one.rank for one in halves] == [8, 9, 10, 11]
     assert [(one.size, one.lanes, one.expert, one.tensor) for one in halves] == [(4, 2, 2, 2)] * 4
     assert [[*one.held_lanes] for one in halves] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [one.held_parts for one in halves] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert [one.parts.held for one in halves] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert [one.expert_ranks for one in halves] == [(8, 10), (9, 11), (8, 10), (9, 11)]
-    assert {one.of_layer for one in halves} == {Each(1, 2)}
+    assert {one.parts.each for one in halves} == {Each(1, 2)}
     (alone,) = Cell.of(0, tensor=1, expert=4).of_worker(0, 1)
-    assert ([*alone.held_lanes], alone.held_parts, alone.expert_ranks) == ([0, 1, 2, 3], (0, 1, 2, 3), (0,))
+    assert ([*alone.held_lanes], alone.parts.held, alone.expert_ranks) == ([0, 1, 2, 3], (0, 1, 2, 3), (0,))
 
 
 def test_context_ranks_are_put_together_first():
@@ -339,7 +342,7 @@ def test_all_of_a_group_know_the_same_of_it(shapes, context, tagged):
     known: dict[str, tuple[int, ...]] = {}
     for rank in everyone:
         for name, ranks in group_members(
-            plan, everyone, cell_of(rank, 6, shapes, context), shapes, tagged=tagged
+            plan, everyone, Cells(cell_of(rank, 6, shapes, context), shapes), tagged=tagged
         ).items():
             assert rank in ranks
             assert len(set(ranks)) == len(ranks)
@@ -347,10 +350,10 @@ def test_all_of_a_group_know_the_same_of_it(shapes, context, tagged):
     for name, ranks in known.items():
         for rank in ranks:
             assert name in group_members(
-                plan, everyone, cell_of(rank, 6, shapes, context), shapes, tagged=tagged
+                plan, everyone, Cells(cell_of(rank, 6, shapes, context), shapes), tagged=tagged
             )
     blocks = {name: ranks for name, ranks in known.items() if name.startswith("block:0:")}
     assert len(blocks) == 6 // context, "a sum for each part"
     for name, ranks in blocks.items():
         part = int(name.rpartition(".")[2].partition("of")[0])
-        assert all(part in cell_of(rank, 6, shapes, context).held_parts for rank in ranks)
+        assert all(part in cell_of(rank, 6, shapes, context).parts.held for rank in ranks)

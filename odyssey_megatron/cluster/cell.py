@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from odyssey_megatron.cluster.shapes import Each, ParallelSizes
+from odyssey_megatron.cluster.parts import Parts, PartsByRun
+from odyssey_megatron.cluster.shapes import ParallelSizes
 from odyssey_megatron.cluster.slots import Slots
 
 Shapes = Mapping[int, int]
@@ -233,14 +234,6 @@ class Cell:
         return self.each // (self.context_each * self.lane_each)
 
     @property
-    def of_layer(self) -> Each:
-        """How much of each layer this rank has."""
-        if self.runs:
-            ends = (*self.runs[1:], self.experts)
-            return Each(self.tensor_each, 1, tuple((self.runs[at], ends[at]) for at in self.held_runs))
-        return Each(self.tensor_each, self.expert_each)
-
-    @property
     def full_tensor(self) -> int:
         """``tensor_model_parallel_size``: number of tensor-parallel ranks in a lane of a whole cell."""
         return self.tensor * self.tensor_each
@@ -268,24 +261,14 @@ class Cell:
         return self.index % self.tensor
 
     @property
+    def parts(self) -> Parts:
+        """The parts of a layer, as the cells of this job cut it, and which of them this rank has."""
+        return PartsByRun(self) if self.runs else Parts(self)
+
+    @property
     def held_shards(self) -> range:
         """Which shards of its layers this rank has, as the job's tensor parallelism cuts them."""
         return range(self.tensor_rank * self.tensor_each, (self.tensor_rank + 1) * self.tensor_each)
-
-    @property
-    def held_parts(self) -> tuple[int, ...]:
-        """Which of the :attr:`parts` of its layers this rank has.
-
-        In a smaller gang the parts of one rank differ in their experts only.
-        """
-        if self.runs:
-            return tuple(self.tensor_rank + self.tensor * at for at in self.held_runs)
-        if self.each == 1:
-            return (self.index % self.parts,)
-        if self.full_expert == 1:
-            return tuple(self.held_shards)
-        first = self.index // self.tensor % self.expert * self.expert_each
-        return tuple(self.tensor_rank + self.tensor * one for one in range(first, first + self.expert_each))
 
     @property
     def held_experts(self) -> range:
@@ -331,22 +314,6 @@ class Cell:
         return self.expert * (self.expert_tensor or self.tensor)
 
     @property
-    def full_expert_parts(self) -> int:
-        """:attr:`expert_parts` of a whole cell; or, with :attr:`runs`, the number of smaller parts of experts."""
-        if self.runs:
-            return self.parts
-        return self.expert_parts * self.expert_each * self.tensor_each
-
-    @property
-    def parts(self) -> int:
-        """Number of different parts of a layer, experts included: those that ranks of a whole cell have, or, with
-        :attr:`runs`, the smaller ones of these.
-        """
-        if self.runs:
-            return len(self.runs) * self.tensor
-        return math.lcm(self.tensor, self.expert_parts) * self.expert_each * self.tensor_each
-
-    @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the cell."""
         first = self.worker * self.full
@@ -355,45 +322,6 @@ class Cell:
     def numbers(self, worker: int) -> range:
         """Return the ranks that ``worker`` has if it is whole."""
         return range(worker * self.full, (worker + 1) * self.full)
-
-    def slot(self, part: int) -> int:
-        """Return the first of the places this rank fills that has ``part``, as an index in a whole cell.
-
-        With :attr:`runs` it is ``part`` itself, as a place has several.
-        """
-        if self.runs:
-            return part
-        if self.each == 1:
-            return self.index
-        expert, shard = divmod(part, self.full_tensor)
-        first = self.held_lanes[0] * self.full_context + self.held_contexts[0]
-        return (first + (expert - first) % self.full_expert) * self.full_tensor + shard
-
-    @property
-    def slots(self) -> int:
-        """One more than the largest :meth:`slot` that any rank may have."""
-        return max(self.full, self.parts)
-
-    def fills(self, slot: int) -> bool:
-        """Whether the place ``slot`` (an index in a whole cell) is one of those that this rank fills."""
-        place, shard = divmod(slot, self.full_tensor)
-        lane, context = divmod(place, self.full_context)
-        return lane in self.held_lanes and context in self.held_contexts and shard in self.held_shards
-
-    def own(self, parts: int) -> tuple[int, ...]:
-        """Return which parts this rank has of something that is in ``parts`` parts on the ranks of a whole cell."""
-        if self.each == 1 and not self.runs:
-            return (self.index % parts,)
-        return tuple(self.held_shards) if parts == self.full_tensor else self.held_parts
-
-    def having(self, worker: int, part: int, parts: int, size: int = 0) -> tuple[int, ...]:
-        """Return the ranks of ``worker`` that have ``part`` of something in ``parts`` parts.
-
-        ``worker`` has ``size`` ranks; 0: it is whole.
-        """
-        if not (size or self.runs):
-            return tuple(range(worker * self.full + part, (worker + 1) * self.full, parts))
-        return tuple(one.rank for one in self.of_worker(worker, size) if part in one.own(parts))
 
     def pieces(self, cuts: bool) -> tuple[int, ...]:
         """Return the numbers of the pieces that this rank has of an activation, in their order there.
@@ -423,29 +351,6 @@ class Cell:
             return ()
         wanted = set(other.pieces(cuts))
         return tuple(one for one in self.pieces(cuts) if one in wanted)
-
-    def moves(self, other: Cell) -> tuple[int, ...]:
-        """Return the parts of a layer that this rank sends to the rank of ``other``.
-
-        Of several ranks that have the same part only one sends it.
-        """
-        if self.runs:
-            return tuple(part for part in other.held_parts if part in self.held_parts)
-        return tuple(part for part in other.held_parts if self.fills(other.slot(part)))
-
-    def counterparts(self, worker: int, size: int = 0) -> list[Cell]:
-        """Return the ranks of ``worker`` with which this one exchanges anything.
-
-        ``worker`` has ``size`` ranks; 0: it is whole.
-        """
-        if (size or self.full) == self.size:
-            return [replace(self, rank=worker * self.full + self.index)]
-
-        def exchange(one: Cell) -> bool:
-            ways = ((self, one), (one, self))
-            return any(a.moves(b) or a.gives(b, cuts=True) or a.gives(b, cuts=False) for a, b in ways)
-
-        return [one for one in self.of_worker(worker, size) if exchange(one)]
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:

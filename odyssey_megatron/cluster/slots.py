@@ -32,11 +32,6 @@ class Slots:
         return cls(tuple(tuple(range(first, last)) for first, last in pairwise(ends)))
 
     @property
-    def is_even(self) -> bool:
-        """Whether each rank has the same number of experts, in order, as in Megatron: then slots are experts."""
-        return self.of_experts == tuple(range(self.count))
-
-    @property
     def each(self) -> int:
         """Number of slots of each rank."""
         return max(map(len, self.held))

@@ -133,18 +133,18 @@ def _monitor(host: Host, job: Job) -> CheckRow:
 def _nvls(host: Host) -> CheckRow:
     name = "NCCL_NVLS_ENABLE"  # 'odyssey run' sets 0
     why = "communicators with NVLink SHARP are known to hang when aborted"
-    return _off(host, name, "0", why, f"unset {name}")
+    return _off(host, name, why, f"unset {name}")
 
 
 def _launch_order(host: Host) -> CheckRow:
     name = "NCCL_LAUNCH_ORDER_IMPLICIT"
     why = "below CUDA 12.3 one kernel runs at a time, and pipelines of three stages would hang"
-    return _off(host, name, "0", why, f"unset {name}; docs/devices.md has the reason.")
+    return _off(host, name, why, f"unset {name}; docs/devices.md has the reason.")
 
 
-def _off(host: Host, name: str, default: str, why: str, remedy: str) -> CheckRow:
-    """Return the row of a variable that should be 0."""
-    value = host.environ.get(name) or default
+def _off(host: Host, name: str, why: str, remedy: str) -> CheckRow:
+    """Return the row of a variable that should be 0, as it is by default."""
+    value = host.environ.get(name) or "0"
     return _row(name, OK, "0") if value == "0" else _row(name, WARNING, f"{value}: {why}", remedy)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, Shapes
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.execute.held import Held, SlowLinks
 from odyssey_megatron.execute.ledger import Word
@@ -85,18 +85,17 @@ class Channels:
         self,
         groups: NamedGroups,
         *,
-        cell: Cell,
+        cells: Cells,
         num_layers: int,
         tagged: bool,
-        shapes: Shapes = NO_SHAPES,
         cuts: bool = False,
         slow: SlowLinks | None = None,
     ):
-        self._groups, self._cell, self._num_layers, self._tagged = groups, cell, num_layers, tagged
-        self._shapes, self._cuts = shapes, cuts
+        self._groups, self._num_layers, self._tagged = groups, num_layers, tagged
+        self._cells, self._cell, self._cuts = cells, cells.cell, cuts
         self._slow = slow or SlowLinks()
         self._sent: list[Any] = []
-        self._own = cell.pieces(cuts)
+        self._own = self._cell.pieces(cuts)
         self._ends = dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]()
 
     def send(self, instr: Instr, tensor: torch.Tensor, word: Word) -> None:
@@ -135,10 +134,10 @@ class Channels:
         here, sends = self._cell, transfer.source == self._cell.worker
         other = transfer.target if sends else transfer.source
         found = []
-        for there in here.counterparts(other, self._shapes.get(other, 0)):
-            source, target = (here, there) if sends else (there, here)
+        for there in self._cells.counterparts(other):
+            source, target = (here.parts, there.parts) if sends else (there.parts, here.parts)
             where = self._of_moves(transfer, number, there.rank)
-            found += [Way(part, target.slot(part), there.rank, where) for part in source.moves(target)]
+            found += [Way(part, target.slot(part), there.rank, where) for part in source.given_to(target)]
         return found
 
     def _of_moves(self, transfer: Transfer, number: int, rank: int) -> dict[str, Any]:
@@ -157,16 +156,12 @@ class Channels:
             here, cuts = self._cell, self._cuts
             self._ends[peer] = [
                 (there.rank, here.gives(there, cuts=cuts), there.gives(here, cuts=cuts))
-                for there in here.counterparts(peer, self._shapes.get(peer, 0))
+                for there in self._cells.counterparts(peer)
             ]
         return self._ends[peer]
 
-    def alike(self, worker: int) -> bool:
-        """Return whether ``worker`` has as many ranks as this one, so that each has one counterpart there."""
-        return (self._shapes.get(worker, 0) or self._cell.full) == self._cell.size
-
     def send_beside(self, peer: int, tensor: torch.Tensor) -> Any:
-        """Send a message that belongs to no program to worker ``peer``, which is :meth:`alike`. Returns its work."""
+        """Send a message that belongs to no program to worker ``peer``, which is ``alike``. Returns its work."""
         rank, where = self._beside(peer, self._cell.worker, peer)
         return self._post(tensor, rank, where)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.plan.groups import Holders
 from odyssey_megatron.plan.layout import Block, Layout
@@ -39,7 +39,7 @@ class Neighbours:
         self,
         program: Program,
         layout: Layout,
-        cell: Cell,
+        cells: Cells,
         channels: Channels,
         holder_groups: HolderGroups,
     ):
@@ -49,25 +49,25 @@ class Neighbours:
             layout: The layout as this worker knows it.
             holder_groups: See :class:`Interpreter`.
         """
-        self._worker, self._channels = cell.worker, channels
+        self._worker, self._channels = cells.cell.worker, channels
         self._holder_groups, self._blocks = holder_groups, dict[tuple[int, ...], Block]()
         for block in layout.blocks():
             if (
-                cell.worker in block.holders
+                self._worker in block.holders
                 and len(block.holders) > 1
-                and all(map(channels.alike, block.holders))
+                and all(map(cells.alike, block.holders))
             ):
                 self._blocks.setdefault(block.holders, block)
         blocks = [block.first for block in layout.blocks()]
         seen: dict[int, dict[bool, set[int]]] = {}
         for one in program:
-            if one.op in MESSAGE and channels.alike(one.peer):
+            if one.op in MESSAGE and cells.alike(one.peer):
                 seen.setdefault(one.peer, {}).setdefault(one.op in SEND, set()).add(one.first)
         order = []
         for peer, ways in seen.items():
             if len(ways) == 2:
                 edge = min(blocks.index(first) for both in ways.values() for first in both)
-                order.append((edge % 2, edge, *sorted((cell.worker, peer)), peer))
+                order.append((edge % 2, edge, *sorted((self._worker, peer)), peer))
         self.order = tuple(peer for *_, peer in sorted(order))
         """The other ends of this worker's links. All workers take links in one order, so that nobody waits in
         a circle. Every other link of a pipeline comes first, as those do not wait for one another.

@@ -86,7 +86,7 @@ class RankRuntime:
             journal, member, self._measured, on_commit=on_commit, trace_steps=config.trace_steps
         )
         self._position = Position(first_step, model.num_totals + NUM_VOTES)
-        self._at_hand = StepAtHand(model, self._device, keeps=config.interrupted_step == "resume")
+        self._at_hand = StepAtHand(model, self._device, keeps=config.resumes_steps)
         self._lookout = Lookout(member, fault_point, self._position, self.chronicle)
         self._groups = Regrouping(
             self._cell, build, decline=member.decline, on_groups=on_groups, tagged=tagged_messages
@@ -268,10 +268,9 @@ class RankRuntime:
         self._slow.times = self._measured.link or self._slow.times
         channels = Channels(
             self._groups.entered,
-            cell=assignment.cell,
+            cells=assignment.cells,
             num_layers=assignment.layout.num_layers,
             tagged=self._tagged,
-            shapes=assignment.shapes,
             cuts=model.cuts_activations,
             slow=self._slow,
         )
@@ -306,7 +305,7 @@ class RankRuntime:
         return Interpreter(
             self._model,
             channels,
-            holder_groups(groups.find, cell, layout.blocks(), self._assigned.shapes),
+            holder_groups(groups.find, self._assigned.cells, layout.blocks()),
             weights=weights,
             tensor_group=groups.within_cell(cell.tensor_ranks),
             num_layers=layout.num_layers,

@@ -152,11 +152,11 @@ class Regrouping:
     ) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
         """Return the group of the ranks that have the same of block ``[first, last)`` as this one has in ``slot``.
 
-        See ``Cell.slot``. The second value is the number of these ranks for each holder.
+        See ``Parts.slot``. The second value is the number of these ranks for each holder.
         """
-        parts = assignment.cell.parts
+        parts = assignment.cell.parts.count
         (block,) = (one for one in assignment.layout.blocks() if (one.first, one.last) == (first, last))
-        ranks = membership.ranks_of_holders(block, assignment.cell, assignment.shapes, parts)
+        ranks = membership.ranks_of_holders(block, assignment.cells, parts)
         return self.entered[membership.block_group_name(first, last, slot % parts, parts)], ranks
 
     @property

@@ -156,7 +156,7 @@ class StepRunner:
         neighbours = Neighbours(
             assignment.program,
             assignment.layout,
-            assignment.cell,
+            assignment.cells,
             interpreter.channels,
             interpreter.holder_groups,
         )

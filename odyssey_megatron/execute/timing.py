@@ -187,6 +187,8 @@ _PROBE_SIZE, _PROBE_SIZE_ON_GPU, _PROBES = 96, 1024, 5
 """The sizes and the number of the products. Each is large enough to take longer than its start does."""
 _ENOUGH = 4
 """The number of microbatches that tells how unlike they are."""
+_ROUND_TRIPS = 5
+"""The number of messages back and forth that time a link; the fastest counts."""
 _KEPT = 4
 """The number of measured steps that are published, so that a reader who looks now and then misses none."""
 
@@ -374,7 +376,7 @@ def _sums(step: int, summed: Summed, stopwatch: Stopwatch) -> Iterator[SumSeen]:
         yield SumSeen(step=step, workers=to_runs(workers), seconds=seconds)
 
 
-def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes | None:
+def link_times(group: dist.ProcessGroup, message: torch.Tensor) -> LinkTimes | None:
     """Time messages back and forth between pairs of neighbours in ``group``; all its members must call.
 
     None for a rank without a neighbour.
@@ -386,7 +388,7 @@ def link_times(group: dist.ProcessGroup, message: torch.Tensor, *, round_trips: 
     best_s = []
     for tensor in (message.new_zeros(1), message):
         times_s = []
-        for _ in range(round_trips):
+        for _ in range(_ROUND_TRIPS):
             began_s = time.monotonic()
             for sends in (mine < partner, mine > partner):
                 post = dist.isend if sends else dist.irecv

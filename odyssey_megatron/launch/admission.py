@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch.local_rendezvous import FixedRendezvous
 from odyssey_megatron.launch.lost_host import give_up_after, give_up_on_host
 from odyssey_megatron.metrics.outlet import say
 
@@ -115,10 +116,11 @@ class Meeting:
         }
 
 
-class Admission(RendezvousHandler):
+class Admission(FixedRendezvous):
     """torch elastic's rendezvous. The process that hosts the job has the door and the store; the others knock."""
 
     def __init__(self, meeting: Meeting):
+        super().__init__(BACKEND, run_id="odyssey")
         self._meeting = meeting
         self._store: Any = None
         self._address: RendezvousStoreInfo | None = None
@@ -192,28 +194,6 @@ class Admission(RendezvousHandler):
         )
         give_up_on_host(found["port"], meeting.lease_s)  # it may vanish before all nodes have come
         return int(found["port"])
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return "odyssey"
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def register(meeting: Meeting) -> None:

@@ -115,7 +115,7 @@ class Aside:
         """Return what making the cell whole costs. Infinite if the others cannot do without the cell meanwhile."""
         if cell.price_s[0] is not live:
             try:
-                found = self.planner.without_slow(state, live, [worker], now_s, [*self._cells])
+                found = self.planner.without_slow(state, live, worker, now_s, [*self._cells])
                 cell.price_s = live, found.price.seconds
             except OdysseyError as error:
                 _log.warning("the cell of rank(s) %s stays smaller: %s", list(cell.ranks), error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Protocol
 
@@ -69,33 +70,40 @@ class Asking:
 
     def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
         for number in ranks.signals.take():
-            first, self._told = not self._told, True
-            how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
-            self._journal.event("asked", signal=number.name, how=how, echo=True)
-            if how == "stop" and self._asked == Ask.LEAVE and not self._hosts:
-                why = f"this node leaves the job at once, as {number.name} has come again to {self._who}."
-                say(f"[odyssey] {why}")
-                ranks.give_up()
-                return verdict.give(JobVerdict(code=128 + number, why=why, terminate_s=0.0))
-            if how == "stop":
-                why = f"the job was ended by {number.name} to {self._who}."
-                say(f"[odyssey] {why}")
-                self._journal.event("job_finished", verdict=why, exit_code=128 + number)
-                final = JobVerdict(
-                    code=128 + number, why=why, terminate_s=TERMINATE_S if first else 0.0, nodes=self._others
-                )
-                control.put_first(keys.VERDICT, to_json(final))
-                return verdict.give(final)
-            if self._asked == Ask.NOTHING:
-                self._asked = Ask.LEAVE if how == "leave" else Ask.END
-            what = "this node leaves the job" if self._asked == Ask.LEAVE else "the job ends"
-            second = "lets it do so" if self._asked == Ask.LEAVE and not self._hosts else "ends the job"
-            say(f"[odyssey] {number.name}: {what} behind the step at hand. A second signal {second} at once.")
-            ranks.ask(self._asked)
-            if self._asked == Ask.END:
-                control.put(keys.END, "")  # the ranks of this node may only be standing by, and not listen
+            if (final := self._heed_signal(number, ranks, control)) is not None:
+                verdict.give(final)
+                return
         if self._asked == Ask.NOTHING and self._ends():
             self._asked = Ask.END
             ranks.ask(Ask.END)
         if self._asked == Ask.LEAVE and not ranks.listen and not self._hosts:
             verdict.give(JobVerdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))
+
+    def _heed_signal(self, number: signal.Signals, ranks: Ranks, control: Control) -> JobVerdict | None:
+        """Ask the ranks for what this signal asks for; return a verdict if it ends the job here at once."""
+        first, self._told = not self._told, True
+        how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
+        self._journal.event("asked", signal=number.name, how=how, echo=True)
+        if how == "stop" and self._asked == Ask.LEAVE and not self._hosts:
+            why = f"this node leaves the job at once, as {number.name} has come again to {self._who}."
+            say(f"[odyssey] {why}")
+            ranks.give_up()
+            return JobVerdict(code=128 + number, why=why, terminate_s=0.0)
+        if how == "stop":
+            why = f"the job was ended by {number.name} to {self._who}."
+            say(f"[odyssey] {why}")
+            self._journal.event("job_finished", verdict=why, exit_code=128 + number)
+            final = JobVerdict(
+                code=128 + number, why=why, terminate_s=TERMINATE_S if first else 0.0, nodes=self._others
+            )
+            control.put_first(keys.VERDICT, to_json(final))
+            return final
+        if self._asked == Ask.NOTHING:
+            self._asked = Ask.LEAVE if how == "leave" else Ask.END
+        what = "this node leaves the job" if self._asked == Ask.LEAVE else "the job ends"
+        second = "lets it do so" if self._asked == Ask.LEAVE and not self._hosts else "ends the job"
+        say(f"[odyssey] {number.name}: {what} behind the step at hand. A second signal {second} at once.")
+        ranks.ask(self._asked)
+        if self._asked == Ask.END:
+            control.put(keys.END, "")  # the ranks of this node may only be standing by, and not listen
+        return None

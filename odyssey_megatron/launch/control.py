@@ -107,8 +107,7 @@ def welcome_key(rank: int, incarnation: int) -> str:
 def here_key(rank: int) -> str:
     """Return the key at which a process in the place of a dead rank says which incarnation it is.
 
-    A slash and the number of places of a whole cell that it fills follow, if there are several. Its agent sets "" once
-    it has died.
+    A slash and the number of ranks of its cell follow if that is a smaller one. Its agent sets "" once it has died.
     """
     return f"here/{rank}"
 

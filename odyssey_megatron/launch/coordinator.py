@@ -44,6 +44,7 @@ from odyssey_megatron.launch.verdict import JobVerdict, after_training, before_t
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.generation import CandidateRow, Finished, Generation, Message, Stop
+from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.spread import on_one_node, spread
 from odyssey_megatron.policy.table import candidates_table
 
@@ -73,6 +74,23 @@ def _nothing_collected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _fatal(layout: Layout, nodes: Mapping[int, int], copies: int) -> str:
+    """Return which single loss would end a job with the first ``layout``, and what helps; empty if none would."""
+    ends = f"ends the job, exit code {EXIT_LAYERS_LOST}."
+    if alone := sorted({layer for layers in layout.alone().values() for layer in layers}):
+        return (
+            f"{layer_names(alone, layout.num_layers)}, each on one rank or cell only: losing it {ends} "
+            "--odyssey-redundancy state or more data parallelism survives."
+        )
+    if fatal := on_one_node(layout, nodes):
+        helps = spread(layout, nodes, copies) is not layout
+        return (
+            f"node(s) {', '.join(map(str, fatal))}: all replicas of some layers are on one. Losing it {ends}"
+            + " --odyssey-layout spread puts replicas on different nodes." * helps
+        )
+    return ""
 
 
 class Coordinator:
@@ -177,20 +195,8 @@ class Coordinator:
             return self._stop(
                 stop(self._job, str(error), EXIT_BAD_INPUT if isinstance(error, ConfigError) else 1)
             )
-        layout = decided.plan.layout
-        if alone := sorted({layer for layers in layout.alone().values() for layer in layers}):
-            self._say(
-                f"[odyssey] {layer_names(alone, layout.num_layers)}, each on one rank or cell only: losing it ends the "
-                f"job, exit code {EXIT_LAYERS_LOST}. --odyssey-redundancy state or more data parallelism survives."
-            )
-        elif fatal := on_one_node(layout, cluster.nodes):
-            helps = spread(layout, cluster.nodes, spec.optimizer_copies) is not layout
-            self._say(
-                f"[odyssey] node(s) {', '.join(map(str, fatal))}: all replicas of some layers are on one. Losing it "
-                f"ends the job, exit code {EXIT_LAYERS_LOST}."
-                + " --odyssey-layout spread puts replicas on different nodes."
-                * helps
-            )
+        if fatal := _fatal(decided.plan.layout, cluster.nodes, spec.optimizer_copies):
+            self._say(f"[odyssey] {fatal}")
         job = replace(job, start_plan=decided.plan)
         decide_s = time.monotonic() - began_s
         self._publish(reactions.published(job, decided.plan, "start", decide_s=decide_s), decided.rows)

@@ -53,7 +53,7 @@ class Hosting:
     def __init__(self, config: OdysseyConfig, planner: Planner, page_secret: str, *, here: int | None):
         self._config, self._planner, self._here = config, planner, here
         self._nodes = 0
-        self._folder = run_folder.claim(Path(config.run_dir))
+        run_folder.claim(Path(config.run_dir))
         self._onlookers = Onlookers(config, page_secret)
 
     @staticmethod

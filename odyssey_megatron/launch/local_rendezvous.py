@@ -21,33 +21,18 @@ BACKEND = "odyssey-local"
 _LOOPBACK = "127.0.0.1"
 
 
-class LocalRendezvous(RendezvousHandler):
-    """A rendezvous of one node, whose agent hosts the store on loopback."""
+class FixedRendezvous(RendezvousHandler):
+    """A rendezvous of nodes that are all known beforehand: for torch, none joins or leaves once they have met."""
 
-    def __init__(self, run_id: str):
-        self._run_id = run_id
-        listener = socket.create_server((_LOOPBACK, 0), backlog=1024)
-        port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            _LOOPBACK,
-            port,
-            None,
-            True,
-            timedelta(seconds=300),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self._address = RendezvousStoreInfo(master_addr=_LOOPBACK, master_port=port)
+    def __init__(self, backend: str, run_id: str):
+        self._backend, self._run_id = backend, run_id
 
     def get_backend(self) -> str:
-        return BACKEND
+        return self._backend
 
     @property
     def use_agent_store(self) -> bool:
         return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, self._address)
 
     def is_closed(self) -> bool:
         return False
@@ -63,6 +48,28 @@ class LocalRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class LocalRendezvous(FixedRendezvous):
+    """A rendezvous of one node, whose agent hosts the store on loopback."""
+
+    def __init__(self, run_id: str):
+        super().__init__(BACKEND, run_id)
+        listener = socket.create_server((_LOOPBACK, 0), backlog=1024)
+        port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            _LOOPBACK,
+            port,
+            None,
+            True,
+            timedelta(seconds=300),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self._address = RendezvousStoreInfo(master_addr=_LOOPBACK, master_port=port)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, self._address)
 
 
 def register() -> None:

@@ -51,7 +51,7 @@ class Member:
     Args:
         control: the main thread's connection to the store.
         watch: a second connection, for the thread that waits for generations.
-        each: number of places of a whole cell that this rank fills.
+        size: number of ranks of the smaller cell that this rank is in, as its agent has told it; 0: of a whole one.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Member:
     ):
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
         self.size = size
-        """Number of ranks of the smaller cell that this rank is in, as its agent has told it; 0: of a whole one."""
         self.ran_out = False
         """Whether this rank has run out of memory and entered no generation since."""
         self.agreed_s: float | None = None

@@ -102,11 +102,11 @@ class Planner(Protocol):
         self,
         state: ClusterState,
         live: Plan,
-        workers: Collection[int],
+        worker: int,
         now_s: float,
         whole: Collection[int] = (),
     ) -> WithoutThem:
-        """Return what the job does while slow ``workers`` are replaced, and what that costs, the risk that it takes
+        """Return what the job does while a slow ``worker`` is replaced, and what that costs, the risk that it takes
         meanwhile included. ``whole`` is as in :meth:`slowed_s`. Raises PlanInfeasible.
         """
         ...

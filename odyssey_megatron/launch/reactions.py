@@ -229,13 +229,12 @@ def _goes_on(job: JobState, event: GenerationLive) -> tuple[JobState, list[Actio
         return job, []
     if job.offered is not None and job.cluster.generation == job.offered.number:
         job = replace(job, current=job.offered, offered=None, tries=OfferTries())
-    if job.current is None:
+    if (current := job.current) is None:
         return job, []
-    job = replace(job, live_plan=job.current.plan)
     # Every member has read this generation, so no rank still waits for an earlier one, except ranks that join: these
     # read all offered generations one after the other.
-    assert job.current is not None
-    return job, [] if job.cluster.waiting_ranks else [Forget(number=job.current.number)]
+    actions: list[Action] = [] if job.cluster.waiting_ranks else [Forget(number=current.number)]
+    return replace(job, live_plan=current.plan), actions
 
 
 def deaths(job: JobState, lost: Collection[int], events: Sequence[Event]) -> Report:

@@ -142,7 +142,7 @@ class Replacing:
             return ()
         worker = min(slow, key=lambda one: state.workers[one].speed)
         try:
-            found = self.planner.without_slow(state, live, [worker], now_s)
+            found = self.planner.without_slow(state, live, worker, now_s)
         except OdysseyError:
             return ()
         cost_s = self._accounts[worker].cost_s if worker in self._accounts else 0.0
@@ -194,7 +194,7 @@ class Replacing:
             return None
         account.priced = live, account.cost_s
         try:
-            found = self.planner.without_slow(state, live, [worker], now_s)
+            found = self.planner.without_slow(state, live, worker, now_s)
         except OdysseyError as error:
             self._stays(account, "needed", f"rank(s) {ranks} are slow, and cannot be done without: {error}")
             return None

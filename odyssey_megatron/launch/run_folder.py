@@ -35,11 +35,9 @@ def prepare(folder: Path) -> None:
     _in_time(folder, lambda: _prepare(folder))
 
 
-def claim(folder: Path) -> int:
-    """Return a descriptor that holds ``folder`` for this job while it is open. Raises ConfigError if a running job has
-    it.
-    """
-    return _in_time(folder, lambda: _claim(folder))
+def claim(folder: Path) -> None:
+    """Hold ``folder`` for this job until this process ends. Raises ConfigError if a running job has it."""
+    _in_time(folder, lambda: _claim(folder))
 
 
 def _in_time(folder: Path, work: Callable[[], T]) -> T:
@@ -58,7 +56,7 @@ def _prepare(folder: Path) -> None:
     os.close(os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
 
 
-def _claim(folder: Path) -> int:
+def _claim(folder: Path) -> None:
     fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,4 +70,3 @@ def _claim(folder: Path) -> int:
         say(
             f"[odyssey] {folder} takes no locks ({error.strerror}): a second job that writes there is not refused."
         )
-    return fd

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from odyssey_megatron.cluster.cell import Cell, Shapes
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.plan import groups
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Block, Layout
@@ -47,9 +48,9 @@ class Assignment:
     def worker(self) -> int:
         return self.cell.worker
 
-    @property
-    def shapes(self) -> Shapes:
-        return dict(self.generation.shapes)
+    @cached_property
+    def cells(self) -> Cells:
+        return Cells(self.cell, dict(self.generation.shapes))
 
     @property
     def is_first(self) -> bool:
@@ -110,8 +111,7 @@ class Assignment:
         named = groups.group_members(
             self.plan,
             self.generation.members,
-            self.cell,
-            self.shapes,
+            self.cells,
             tagged=tagged,
             beside=self.generation.planned,
         )

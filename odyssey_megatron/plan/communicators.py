@@ -13,6 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.plan.groups import Channel, channels, groups_of_block, groups_of_cell
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.plan import Transfer
@@ -140,7 +141,7 @@ def _most(sizes: Mapping[_Sizes, Counter[int]], each: Callable[[_Sizes], int]) -
 
 def _of_block(block: Block, cell: Cell) -> _Sizes:
     """Return the number of ranks in each group in which a rank sums the gradients of ``block``."""
-    first = replace(cell, rank=block.holders[0] * cell.full)
+    first = Cells(replace(cell, rank=block.holders[0] * cell.full))
     return tuple(len(ranks) for ranks in groups_of_block(block, first).values())
 
 

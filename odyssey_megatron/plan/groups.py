@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
-from odyssey_megatron.cluster.cell import NO_SHAPES, Cell, Shapes
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.schedule import MESSAGE, SEND, Program
@@ -90,7 +91,7 @@ class Holders(NamedTuple, Generic[T]):
 
 
 def holder_groups(
-    group: Callable[[str], T], cell: Cell, blocks: Sequence[Block], shapes: Shapes = NO_SHAPES
+    group: Callable[[str], T], cells: Cells, blocks: Sequence[Block]
 ) -> Callable[[int, int], Holders[T]]:
     """Return a function from layers ``[first, last)`` within one of ``blocks`` to the groups of its holders.
 
@@ -103,12 +104,13 @@ def holder_groups(
         def of_part(part: int, parts: int) -> T:
             return group(block_group_name(block.first, block.last, part, parts))
 
-        parts, expert_parts = cell.full_tensor, cell.full_expert_parts
+        cell = cells.cell
+        parts, expert_parts = cell.full_tensor, cell.parts.of_experts
         return Holders(
             {part: of_part(part, parts) for part in cell.held_shards},
-            ranks_of_holders(block, cell, shapes, parts),
-            {part: of_part(part, expert_parts) for part in cell.own(expert_parts)},
-            ranks_of_holders(block, cell, shapes, expert_parts),
+            ranks_of_holders(block, cells, parts),
+            {part: of_part(part, expert_parts) for part in cell.parts.own(expert_parts)},
+            ranks_of_holders(block, cells, expert_parts),
         )
 
     return of_layers
@@ -117,49 +119,47 @@ def holder_groups(
 def group_members(
     plan: Plan,
     members: tuple[int, ...],
-    cell: Cell,
-    shapes: Shapes = NO_SHAPES,
+    cells: Cells,
     *,
     tagged: bool,
     beside: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """Return the groups of ``plan`` that the rank of ``cell`` is in: name -> ranks.
+    """Return the groups of ``plan`` that the rank of ``cells.cell`` is in: name -> ranks.
 
     Args:
-        shapes: those of all workers.
         beside: whether layers move while steps compute. Then they go through groups of their own: a device carries
             out the operations of one group in order, so that layers would hold up the messages of the step.
     """
+    cell = cells.cell
     groups = {WORLD: members} | groups_of_cell(cell)
     if not tagged:
         program = plan.program(cell.worker)
         for between, ends in _channels_of(cell.worker, program, plan.transfers, beside=beside).items():
             other = ends[ends[0] == cell.worker]
-            for one in cell.counterparts(other, shapes.get(other, 0)):
+            for one in cells.counterparts(other):
                 groups[cell.named(between, one.rank)] = (min(cell.rank, one.rank), max(cell.rank, one.rank))
     for block in plan.layout.blocks():
         if cell.worker in block.holders:
-            groups |= groups_of_block(block, cell, shapes)
+            groups |= groups_of_block(block, cells)
     return groups
 
 
-def groups_of_block(block: Block, cell: Cell, shapes: Shapes = NO_SHAPES) -> dict[str, tuple[int, ...]]:
-    """Return the groups in which the rank of ``cell``, whose worker holds ``block``, sums its gradients."""
+def groups_of_block(block: Block, cells: Cells) -> dict[str, tuple[int, ...]]:
+    """Return the groups in which the rank of ``cells.cell``, whose worker holds ``block``, sums its gradients."""
     # There is one sum over all ranks that have the same part, so that all of them get the same bytes.
-    groups = {}
-    for parts in {cell.full_tensor, cell.full_expert_parts, cell.parts}:
-        for part in cell.own(parts):
-            having = (cell.having(one, part, parts, shapes.get(one, 0)) for one in block.holders)
-            ranks = tuple(rank for one in having for rank in one)
+    groups, cell = {}, cells.cell
+    for parts in {cell.full_tensor, cell.parts.of_experts, cell.parts.count}:
+        for part in cell.parts.own(parts):
+            ranks = tuple(rank for one in block.holders for rank in cells.having(one, part, parts))
             if len(ranks) > 1:
                 groups[block_group_name(block.first, block.last, part, parts)] = ranks
     return groups
 
 
-def ranks_of_holders(block: Block, cell: Cell, shapes: Shapes, parts: int) -> tuple[int, ...]:
+def ranks_of_holders(block: Block, cells: Cells, parts: int) -> tuple[int, ...]:
     """Return the number of ranks that each holder of ``block`` has in a group for one of ``parts`` parts of it."""
-    part = cell.own(parts)[0]
-    return tuple(len(cell.having(one, part, parts, shapes.get(one, 0))) for one in block.holders)
+    part = cells.cell.parts.own(parts)[0]
+    return tuple(len(cells.having(one, part, parts)) for one in block.holders)
 
 
 def pair(members: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:

@@ -81,7 +81,7 @@ def heads_in_order(
     return Heads(
         ends=dict(zip(programs, lengths, strict=True)),
         summed_later=(at[:, WEIGHT_GRAD] < 0).tolist(),
-        peaks=_peaks(visits, programs, costs, codes, seat, lengths) if costs else {},
+        peaks=_peaks(visits, programs, costs, codes, lengths) if costs else {},
         queue=turns is not None and _one_queue(np.array(turns), codes, seat, ours, theirs),
     )
 
@@ -148,7 +148,7 @@ def _messages(codes: _Numbers, owner: _Numbers, visits: Visits, *, sent: bool) -
 
 
 def _peaks(
-    visits: Visits, programs: Codes, costs: Costs, codes: _Numbers, seat: _Numbers, lengths: Sequence[int]
+    visits: Visits, programs: Codes, costs: Costs, codes: _Numbers, lengths: Sequence[int]
 ) -> dict[int, int]:
     """Return the most bytes of activations that each worker keeps.
 

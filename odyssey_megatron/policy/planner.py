@@ -96,7 +96,7 @@ class PolicyPlanner:
         layout = self._config.layout
         self._job = job = replace(job, best_layout=layout == "auto", spreads_replicas=layout != "megatron")
         self._profile = _checked(from_json(Profile, profile_json), job)
-        keeps = self._config.interrupted_step == "resume"
+        keeps = self._config.resumes_steps
         self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
         job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
@@ -128,9 +128,8 @@ class PolicyPlanner:
             plan = initial_plan(job, state, self._profile)
             return Decided(plan=plan, rows=self._layouts(plan, job, state) if job.chooses_layout else ())
         self._among = redundancy.MODES if asked == "auto" else (asked,)
-        resumes = self._config.interrupted_step == "resume"
         self._standings, impossible = redundancy.possible(
-            self._among, job, state, self._profile, resumes=resumes
+            self._among, job, state, self._profile, resumes=self._config.resumes_steps
         )
         chosen, rows = self._chosen(state, state.started_s)
         return Decided(plan=chosen.plan, rows=(*rows, *impossible))
@@ -264,17 +263,17 @@ class PolicyPlanner:
         self,
         state: ClusterState,
         live: Plan,
-        workers: Collection[int],
+        worker: int,
         now_s: float,
         whole: Collection[int] = (),
     ) -> WithoutThem:
         kept_s, healthy_s = self.slowed_s(state, live, whole)
         away_s = replacing.away_s(self._start_s or 0.0, kept_s)
-        left, gives_first = without(state, workers), False
+        left, gives_first = without(state, [worker]), False
         try:
             decided = self._going_on(left, live, self._newest(), now_s, home=self._home, horizon_s=away_s)
         except LayersLost:
-            decided, gives_first = self.freeing(state, live, workers, now_s), True
+            decided, gives_first = self.freeing(state, live, [worker], now_s), True
         price = replacing.Price(
             healthy_s=healthy_s,
             kept_s=kept_s,

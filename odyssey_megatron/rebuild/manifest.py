@@ -67,7 +67,7 @@ class Message(NamedTuple):
     number: int
     """The number of the transfer among those from ``source`` to ``target``."""
     slot: int
-    """``Cell.slot`` of the part."""
+    """``Parts.slot`` of the part."""
 
 
 def agree_on_messages(

@@ -31,7 +31,7 @@ class Way(NamedTuple):
 
     part: int
     slot: int
-    """``Cell.slot`` of the rank that it goes to."""
+    """``Parts.slot`` of the rank that it goes to."""
     rank: int
     """The rank at the other end."""
     where: dict[str, Any]
@@ -164,7 +164,7 @@ class Spreading:
             world: The group of all members.
             holders_of: Returns the group of a block's holders and, for each holder, the number of its ranks in it: all
                 those that have the same of the block. It is given the block's first layer, the layer behind its last
-                one, and a ``Cell.slot`` of this rank.
+                one, and a ``Parts.slot`` of this rank.
             weights_of: Returns the weights of a layer, a part and spans of it, in place or as a copy.
             arrived: Called with a layer, a part, spans of it, and their weights, once these have come.
 
@@ -174,8 +174,7 @@ class Spreading:
         self._weights_of, self._arrived = weights_of, arrived
         self._messages: list[_Message] = []
         self._under_way: deque[_UnderWay] = deque()
-        ours: dict[int, Tensors] = {}
-        states = layout.states
+        ours, states, parts = dict[int, Tensors](), layout.states, cell.parts
         for bucket in gather_order(buckets, layout.num_layers) if layout.keepers else ():
             slices = {
                 layer: states[layer]
@@ -192,18 +191,20 @@ class Spreading:
             own = {
                 (layer, span) for layer, found in slices.items() for span in kept(found).get(cell.worker, ())
             }
-            for part in cell.held_parts:
-                slot = cell.slot(part)
-                ours |= {layer * cell.slots + slot: weights_of(layer, part, [EVERYTHING]) for layer in slices}
+            for part in parts.held:
+                slot = parts.slot(part)
+                ours |= {
+                    layer * parts.slots + slot: weights_of(layer, part, [EVERYTHING]) for layer in slices
+                }
                 group, ranks = holders_of(block.first, block.last, slot)
                 self._messages.append(_Message(group, ranks, part, frozenset(slices), stepped, own))
         if layout.keepers:
             agree(
                 ours,
-                len(layout.all_holders) * cell.slots,
+                len(layout.all_holders) * parts.slots,
                 world,
                 who=f"rank {cell.rank}",
-                what=lambda at: f"the weights of {layer_name(at // cell.slots, layout.num_layers)}",
+                what=lambda at: f"the weights of {layer_name(at // parts.slots, layout.num_layers)}",
             )
 
     @property

@@ -169,26 +169,3 @@ def named(kind: str, name: str, known: Mapping[str, _Named]) -> _Named:
         own = "--job with a launch line of it" if kind == "model" else "--fit"
         raise ConfigError(f"--{kind} {name} is unknown; use one of {', '.join(known)}, {own}, or --profile.")
     return known[name]
-
-
-def preset_profile(
-    model: str,
-    accelerator: str,
-    *,
-    tensor_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    expert_parts: int = 0,
-    micro_batch_size: int = 1,
-) -> Profile:
-    """Return the estimated profile of a named model on a named accelerator; ``expert_parts``: see
-    :meth:`Model.profile`.
-
-    Raises ConfigError.
-    """
-    return named("model", model, MODELS).profile(
-        named("accelerator", accelerator, ACCELERATORS),
-        tensor_parallel_size=tensor_parallel_size,
-        context_parallel_size=context_parallel_size,
-        expert_parts=expert_parts,
-        micro_batch_size=micro_batch_size,
-    )

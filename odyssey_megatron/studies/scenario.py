@@ -140,7 +140,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     dp = nodes * gpus // (pp * cell.size)
     num_microbatches = _num_microbatches(line, options.num_microbatches, dp, cell.lanes)
     name, profile, known = _costs(line, options, cell)
-    resumes, kept = line.config.interrupted_step == "resume", line.kept
+    kept = line.kept
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         is_tied=profile.costs.tied is not None,
@@ -176,7 +176,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
             experts=job.experts_of_one,
             experts_work=job.experts_work,
         ),
-        profile=replace(profile, costs=replace(profile.costs, keeps_messages=resumes)),
+        profile=replace(profile, costs=replace(profile.costs, keeps_messages=line.config.resumes_steps)),
         config=line.config,
         gpus_per_node=gpus,
         notes=(*line.notes, *known),
@@ -296,7 +296,7 @@ def _estimated(line: LaunchLine, accelerator: str, cell: Cell) -> Profile:
         named("accelerator", accelerator, ACCELERATORS),
         tensor_parallel_size=line.tensor_model_parallel_size,
         context_parallel_size=line.context_parallel_size,
-        expert_parts=cell.expert * (cell.expert_tensor or cell.tensor) if cell.expert > 1 else 0,
+        expert_parts=cell.expert_parts if cell.expert > 1 else 0,
         micro_batch_size=line.micro_batch_size,
         sequence_parallel=line.sequence_parallel,
     )
@@ -307,7 +307,7 @@ def _cluster(text: str) -> tuple[int, int]:
     nodes, _, gpus = text.partition("x")
     try:
         size = int(_SIZE.read(nodes)), int(_SIZE.read(gpus))
-        Between(1, MAX_GPUS, whole=True).check(size[0] * size[1])
+        _SIZE.check(size[0] * size[1])
     except ValueError as error:
         raise ConfigError(
             f"--cluster {text[:40]}: write NODESxGPUS, as in 4x8, with at most {MAX_GPUS:,} GPUs in total ({error})."

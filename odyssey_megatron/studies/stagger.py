@@ -11,9 +11,7 @@ from odyssey_megatron.plan.reductions import reduction_order
 from odyssey_megatron.plan.simulate import reduce_s
 
 
-def staggered_step_s(
-    layout: Layout, costs: Costs, done_s: Mapping[int, float], speeds: Mapping[int, float] | None = None
-) -> float:
+def staggered_step_s(layout: Layout, costs: Costs, done_s: Mapping[int, float]) -> float:
     """Return the period of steps whose optimizer is staggered: a worker goes on once its own blocks are reduced.
 
     ``done_s``: worker -> when its last weight gradient ends in one step alone. Each worker repeats what is between its
@@ -22,14 +20,12 @@ def staggered_step_s(
     2405.14009. This is an estimate for a steady state. No plan is executed like this, since here no optimizer runs
     before the agreement (I5).
     """
-    speeds = speeds or {}
     start: dict[int, float] = {}
     for route in layout.routes:
         reached = 0.0
         for hop in route.hops:
             start[hop.worker] = min(start.get(hop.worker, math.inf), reached)
-            forward_s = costs.spans.forward_s(hop.first, hop.last)
-            reached += forward_s / speeds.get(hop.worker, 1.0) + costs.message_s()
+            reached += costs.spans.forward_s(hop.first, hop.last) + costs.message_s()
     now = dict(done_s)
     for block in reduction_order(layout.blocks(), behind=layout.num_layers):
         end = max(now[worker] for worker in block.holders)

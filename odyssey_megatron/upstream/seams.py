@@ -184,13 +184,6 @@ def is_needed(seam: Seam) -> bool:
     return seam.expected(compat.check_version()) is not None
 
 
-def undo_all() -> None:
-    """Restore what Megatron had before the first :func:`apply`, also in modules that were imported since."""
-    while _applied:
-        owner, name, before, after = _applied.popitem()[1]
-        _exchange(owner, name, after, before)
-
-
 def _exchange(owner: Any, name: str, old: Any, new: Any) -> None:
     setattr(owner, name, new)
     for module_name, module in list(sys.modules.items()):  # includes the user's script

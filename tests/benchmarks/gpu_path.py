@@ -41,6 +41,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
@@ -63,7 +64,7 @@ Groups = dict[str, tuple[int, ...]]
 
 def groups_of(plan: Plan, worker: int, size: int, members: tuple[int, ...]) -> Groups:
     cell = Cell(rank=worker * size, size=size)
-    named = group_members(plan, members, cell, tagged=False)
+    named = group_members(plan, members, Cells(cell), tagged=False)
     return {name: ranks for name, ranks in named.items() if len(ranks) > 1 and name != WORLD}
 
 

@@ -41,6 +41,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import GenerationLive, RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
@@ -60,8 +61,8 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.measured import LinkTimes, Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Observation, Profile
-from odyssey_megatron.studies.presets import preset_profile
 from tests.benchmarks.bars import at_most, finish
+from tests.plan.samples import preset_profile
 
 CLUSTERS = (
     ("llama2-7b", 32, 1, 8, 20.0, 350),
@@ -324,7 +325,7 @@ def read(number: int, rank: int, tp: int, control: CountingControl) -> tuple[Gen
     assert isinstance(generation, Generation)
     idle = cell.worker not in generation.plan.layout.workers
     assert idle or generation.plan.program(cell.worker)
-    assert group_members(generation.plan, generation.members, cell, tagged=False)
+    assert group_members(generation.plan, generation.members, Cells(cell), tagged=False)
     return generation, control.read_bytes, 1e3 * (time.thread_time() - began_s)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,10 @@ class Outcome:
         }
 
 
+Case = tuple[tuple[int, int], str, str]
+"""((ranks, stages), policy, the faults to inject)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Jobs:
     """Starts jobs from one preloaded process. ``cache`` holds what all of them share: corpus and indices."""
@@ -103,6 +107,23 @@ class Jobs:
     def script(self, argv: list[str], *, log: Path, timeout_s: float = 90.0) -> None:
         """A Python script in a fork of the preloaded process. Raises AssertionError if it fails."""
         assert self.server.script(argv, log=log).wait(timeout_s) == 0, log.read_text()[-3000:]
+
+
+def cases_of(cases: Iterable[str], always: Collection[str]) -> list[Any]:
+    """Parameters: those not among ``always`` run by the marker, and a few of them in each run of CI."""
+    return [pytest.param(one, marks=() if one in always else pytest.mark.matrix) for one in cases]
+
+
+def run_case(
+    jobs: Jobs, name: str, case: Case, flags: str, reference: Outcome, *, alike: bool = False
+) -> Outcome:
+    """A job with ``flags`` that has come to the same as ``reference``; ``alike``: in 16 bits."""
+    (ranks, stages), policy, inject = case
+    flags = f"{flags} --odyssey-policy {policy} --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
+    check = assert_alike_runs if alike else assert_equal_runs
+    check(shot, reference, kills=inject.count("rank="))
+    return shot
 
 
 def assert_equal_runs(shot: Outcome, reference: Outcome, *, kills: int) -> None:

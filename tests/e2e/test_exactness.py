@@ -12,15 +12,15 @@ from tests.e2e.jobs import (
     LONG,
     ROUNDING,
     TOLERANCE,
-    assert_alike_runs,
     assert_equal_numbers,
     assert_equal_runs,
     assert_equal_weights,
     assert_holders_agree,
+    run_case,
 )
 
 # Ranks are placed stage by stage: with PP4 x DP2, ranks 0 and 1 hold the first stage, 6 and 7 the last.
-PP4_DP2, PP2_DP4, PP2_DP3 = (8, 4), (8, 2), (6, 2)
+PP4_DP2, PP2_DP4, PP2_DP3, PP4 = (8, 4), (8, 2), (6, 2), (4, 4)
 
 CASES = {
     # every point of a step, on the first, a middle or the last stage, or on rank 0 (all of it: test_matrix.py)
@@ -84,14 +84,7 @@ MATRIX = {"backward", "between-step-and-gather", "two-at-once", "while-weights-a
     "case", [pytest.param(one, marks=[pytest.mark.matrix] * (one in MATRIX)) for one in SHARDED]
 )
 def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
-    (ranks, stages), policy, inject = SHARDED[case]
-    shot = jobs.run(
-        name,
-        ranks=ranks,
-        stages=stages,
-        flags=f"--use-distributed-optimizer --odyssey-policy {policy} --odyssey-inject {inject}",
-    )
-    assert_equal_runs(shot, undisturbed(), kills=inject.count("rank="))
+    shot = run_case(jobs, name, SHARDED[case], "--use-distributed-optimizer", undisturbed())
     first = shot.named("decision")[0]["layout"]
     assert first["copies"] == 2
     assert [sorted(ring) for ring in first["keepers"]] == first["holders"]
@@ -126,10 +119,8 @@ def test_momentum_moves_with_its_layer(jobs, undisturbed, name):
 
 
 def test_in_16_bits_holders_are_equal_after_every_step(jobs, undisturbed, name):
-    (ranks, stages), policy, inject = SHARDED["in-a-row"]
-    flags = f"--use-distributed-optimizer {BFLOAT16} --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_alike_runs(shot, undisturbed(BFLOAT16), kills=inject.count("rank="))
+    flags = f"--use-distributed-optimizer {BFLOAT16}"
+    run_case(jobs, name, SHARDED["in-a-row"], flags, undisturbed(BFLOAT16), alike=True)
 
 
 @pytest.mark.parametrize(
@@ -201,32 +192,25 @@ def test_spare_state_in_host_memory_is_as_good(jobs, undisturbed, name, flags, i
 
 
 ALONE = {
-    "forward": ("reroute", "rank=2,step=2,at=forward,microbatch=3"),
-    "rank0": ("replan", "rank=0,step=2,at=backward"),
-    "reduce": ("auto", "rank=3,step=2,at=reduce"),
-    "optimizer": ("reroute", "rank=1,step=2,at=optimizer"),
-    "in-a-row": ("replan", "rank=3,step=1,at=agreement;rank=0,step=4,at=forward"),
+    "forward": (PP4, "reroute", "rank=2,step=2,at=forward,microbatch=3"),
+    "rank0": (PP4, "replan", "rank=0,step=2,at=backward"),
+    "reduce": (PP4, "auto", "rank=3,step=2,at=reduce"),
+    "optimizer": (PP4, "reroute", "rank=1,step=2,at=optimizer"),
+    "in-a-row": (PP4, "replan", "rank=3,step=1,at=agreement;rank=0,step=4,at=forward"),
 }
 """One pipeline, each of its layers with a shadow."""
 
 
 @pytest.mark.parametrize("case", ALONE)
 def test_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, case):
-    policy, inject = ALONE[case]
-    flags = f"--odyssey-redundancy state --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=4, stages=4, flags=flags)
-    assert_equal_runs(shot, undisturbed(), kills=inject.count("rank="))
-    if policy == "reroute":
+    shot = run_case(jobs, name, ALONE[case], "--odyssey-redundancy state", undisturbed())
+    if "reroute" in ALONE[case]:
         assert shot.named("decision")[1]["policy"] == "takeover"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
-    (ranks, stages), policy, inject = CASES[case]
-    shot = jobs.run(
-        name, ranks=ranks, stages=stages, flags=f"--odyssey-policy {policy} --odyssey-inject {inject}"
-    )
-    assert_equal_runs(shot, undisturbed(), kills=inject.count("rank="))
+    run_case(jobs, name, CASES[case], "", undisturbed())
 
 
 def test_a_job_may_start_with_the_best_layout(jobs, undisturbed, name):

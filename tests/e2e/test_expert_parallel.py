@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import corrupted, not_finite
-from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs
+from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs, cases_of
 from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
 from tests.e2e.test_rejoin import members
 
@@ -62,9 +62,7 @@ SIZES = ("--context-parallel-size", "--tensor-model-parallel-size")
 """With which a gang has more ranks, or as many may be two of them."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in CASES]
-)
+@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
 def test_a_run_that_loses_gangs_equals_one_that_does_not(jobs, undisturbed, name, case):
     ranks, stages, model, more, inject = CASES[case]
     flags = MODELS[model]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.e2e.jobs import BFLOAT16, LONG, assert_alike_runs, assert_equal_runs
+from tests.e2e.jobs import BFLOAT16, LONG, assert_equal_runs, run_case
 from tests.e2e.test_exactness import ALONE, CASES, SHARDED
 from tests.e2e.test_rejoin import ONCE, members
 
@@ -48,17 +48,9 @@ def _each(cases):
     ]
 
 
-def _equal_to(reference, jobs, name, case, flags):
-    (ranks, stages), policy, inject = case
-    flags = f"{flags} --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_equal_runs(shot, reference, kills=inject.count("rank="))
-    return shot
-
-
 @pytest.mark.parametrize(("model", "case"), _each(CASES))
 def test_experts_a_run_with_failures_equals_one_without(jobs, undisturbed, name, model, case):
-    shot = _equal_to(undisturbed(MODELS[model]), jobs, name, CASES[case], MODELS[model])
+    shot = run_case(jobs, name, CASES[case], MODELS[model], undisturbed(MODELS[model]))
     biases = [
         one for layer in shot.weights().values() for key, one in layer.items() if key.endswith("expert_bias")
     ]
@@ -69,7 +61,7 @@ def test_experts_a_run_with_failures_equals_one_without(jobs, undisturbed, name,
 @pytest.mark.parametrize(("model", "case"), _each(SHARDED))
 def test_experts_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, model, case):
     flags = f"{MODELS[model]} --use-distributed-optimizer"
-    _equal_to(undisturbed(MODELS[model]), jobs, name, SHARDED[case], flags)
+    run_case(jobs, name, SHARDED[case], flags, undisturbed(MODELS[model]))
 
 
 @pytest.mark.parametrize(("model", "case"), _each(MORE))
@@ -78,7 +70,7 @@ def test_experts_with_other_flags(jobs, undisturbed, name, model, case):
     same = more if any(flag in more for flag in ("tensor", "share", "capacity")) else ""
     ranks, stages = (4, 2) if "tensor" in more else (2, 1)
     reference = undisturbed(f"{MODELS[model]} {same}".strip(), ranks=ranks, stages=stages)
-    _equal_to(reference, jobs, name, how, f"{MODELS[model]} {more}")
+    run_case(jobs, name, how, f"{MODELS[model]} {more}", reference)
 
 
 @pytest.mark.matrix
@@ -98,17 +90,13 @@ def test_experts_a_rank_comes_back(jobs, undisturbed, name, model, victim):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", ALONE)
 def test_experts_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, model, case):
-    policy, inject = ALONE[case]
     flags = f"{MODELS[model]} --odyssey-redundancy state"
-    _equal_to(undisturbed(MODELS[model]), jobs, name, ((4, 4), policy, inject), flags)
+    run_case(jobs, name, ALONE[case], flags, undisturbed(MODELS[model]))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", MODELS)
 def test_experts_in_16_bits(jobs, undisturbed, name, model):
-    (ranks, stages), policy, inject = SHARDED["in-a-row"]
-    flags = f"--use-distributed-optimizer {BFLOAT16} {MODELS[model]}"
-    shot = jobs.run(
-        name, ranks=ranks, stages=stages, flags=f"{flags} --odyssey-policy {policy} --odyssey-inject {inject}"
-    )
-    assert_alike_runs(shot, undisturbed(f"{BFLOAT16} {MODELS[model]}"), kills=inject.count("rank="))
+    model_in_16_bits = f"{BFLOAT16} {MODELS[model]}"
+    flags = f"--use-distributed-optimizer {model_in_16_bits}"
+    run_case(jobs, name, SHARDED["in-a-row"], flags, undisturbed(model_in_16_bits), alike=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.jobs import LONG, TOLERANCE, assert_equal_runs, assert_equal_weights
+from tests.e2e.jobs import LONG, TOLERANCE, assert_equal_runs, assert_equal_weights, cases_of, run_case
 from tests.e2e.test_exactness import CASES, SHARDED
 from tests.e2e.test_rejoin import ONCE, members
 
@@ -31,34 +31,22 @@ ALWAYS = {"backward-last", "two-depths", "dropout"}
 """In every run of the tests; the others by the marker, and a few of them in each run of CI."""
 
 
-def _cases(cases):
-    return [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in cases]
-
-
-@pytest.mark.parametrize("case", _cases(CASES))
+@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
 def test_a_run_with_failures_equals_one_without_further_ahead(jobs, undisturbed, name, case):
-    (ranks, stages), policy, inject = CASES[case]
-    flags = f"{AHEAD} --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_equal_runs(shot, undisturbed(AHEAD), kills=inject.count("rank="))
+    shot = run_case(jobs, name, CASES[case], AHEAD, undisturbed(AHEAD))
     assert shot.run.steps[0].losses.keys() == {"lm loss", "mtp_1 loss"}
     assert shot.named("decision")[0]["layout"]["tied"]
 
 
-@pytest.mark.parametrize("case", _cases(SHARDED))
+@pytest.mark.parametrize("case", cases_of(SHARDED, ALWAYS))
 def test_no_rank_takes_optimizer_state_further_ahead_with_it(jobs, undisturbed, name, case):
-    (ranks, stages), policy, inject = SHARDED[case]
-    flags = f"{AHEAD} --use-distributed-optimizer --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_equal_runs(shot, undisturbed(AHEAD), kills=inject.count("rank="))
+    run_case(jobs, name, SHARDED[case], f"{AHEAD} --use-distributed-optimizer", undisturbed(AHEAD))
 
 
-@pytest.mark.parametrize("case", _cases(MORE))
+@pytest.mark.parametrize("case", cases_of(MORE, ALWAYS))
 def test_further_ahead_with_other_flags(jobs, undisturbed, name, case):
-    (ranks, stages), policy, inject, more = MORE[case]
-    flags = f"{more} --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_equal_runs(shot, undisturbed(more), kills=inject.count("rank="))
+    *how, more = MORE[case]
+    run_case(jobs, name, how, more, undisturbed(more))
 
 
 @pytest.mark.matrix

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 
 import pytest
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT
 from tests.e2e.jobs import LONG, SCRIPT, TOLERANCE, assert_equal_numbers, assert_equal_weights
-from tests.launch.jobserver import events, pid_of, wait_for
+from tests.launch.jobserver import events, free_port, pid_of, wait_for
 
 
 def start_nodes(jobs, name, *flags, stages=1, apart=False):
@@ -19,10 +18,7 @@ def start_nodes(jobs, name, *flags, stages=1, apart=False):
 
     ``apart``: a third one of the agents is ``odyssey host``, and one more is like the first.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
+    port = free_port()
     where = ["--odyssey-job-host", f"127.0.0.1:{port}"] if apart else []
 
     def start(node, command="run", log="log"):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.e2e.jobs import BFLOAT16, LONG, assert_alike_runs, assert_equal_runs
+from tests.e2e.jobs import BFLOAT16, LONG, assert_equal_runs, cases_of, run_case
 from tests.e2e.test_exactness import ALONE, CASES, SHARDED
 from tests.e2e.test_rejoin import ONCE, members
 from tests.e2e.test_two_speed import STEPS
@@ -31,27 +31,14 @@ ALWAYS = {"forward-first", "two-at-once"}
 """In every run of the tests; the others by the marker, and a few of them in each run of CI."""
 
 
-def _cases(cases):
-    return [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in cases]
-
-
-def _equal_to(reference, jobs, name, case, more=""):
-    """A job of ``case`` with the flags ``more``, which has come to the same."""
-    (ranks, stages), policy, inject = case
-    flags = f"{TIED} {more} --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_equal_runs(shot, reference, kills=inject.count("rank="))
-    return shot
-
-
-@pytest.mark.parametrize("case", _cases(CASES))
+@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
 def test_tied_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
-    _equal_to(undisturbed(TIED), jobs, name, CASES[case])
+    run_case(jobs, name, CASES[case], TIED, undisturbed(TIED))
 
 
-@pytest.mark.parametrize("case", _cases(SHARDED))
+@pytest.mark.parametrize("case", cases_of(SHARDED, ALWAYS))
 def test_tied_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
-    shot = _equal_to(undisturbed(TIED), jobs, name, SHARDED[case], "--use-distributed-optimizer")
+    shot = run_case(jobs, name, SHARDED[case], f"{TIED} --use-distributed-optimizer", undisturbed(TIED))
     first = shot.named("decision")[0]["layout"]
     assert first["tied"]
     assert len(first["keepers"]) == len(first["holders"]) + 1
@@ -62,7 +49,7 @@ def test_tied_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, cas
 def test_tied_with_other_flags(jobs, undisturbed, name, case):
     *how, more = MORE[case]
     same = more if "sgd" in more or "tensor" in more else ""
-    _equal_to(undisturbed(f"{TIED} {same}".strip()), jobs, name, how, more)
+    run_case(jobs, name, how, f"{TIED} {more}", undisturbed(f"{TIED} {same}".strip()))
 
 
 @pytest.mark.matrix
@@ -107,17 +94,10 @@ def test_tied_a_profile_of_another_model_is_refused(jobs, undisturbed, name):
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ALONE)
 def test_tied_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, case):
-    policy, inject = ALONE[case]
-    flags = f"{TIED} --odyssey-redundancy state --odyssey-policy {policy} --odyssey-inject {inject}"
-    shot = jobs.run(name, ranks=4, stages=4, flags=flags)
-    assert_equal_runs(shot, undisturbed(TIED), kills=inject.count("rank="))
+    run_case(jobs, name, ALONE[case], f"{TIED} --odyssey-redundancy state", undisturbed(TIED))
 
 
 @pytest.mark.matrix
 def test_tied_in_16_bits(jobs, undisturbed, name):
-    (ranks, stages), policy, inject = SHARDED["in-a-row"]
-    flags = (
-        f"--use-distributed-optimizer {BFLOAT16} {TIED} --odyssey-policy {policy} --odyssey-inject {inject}"
-    )
-    shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
-    assert_alike_runs(shot, undisturbed(f"{BFLOAT16} {TIED}"), kills=inject.count("rank="))
+    flags = f"--use-distributed-optimizer {BFLOAT16} {TIED}"
+    run_case(jobs, name, SHARDED["in-a-row"], flags, undisturbed(f"{BFLOAT16} {TIED}"), alike=True)

@@ -267,7 +267,7 @@ class Accelerator(Held):
     # -- state ------------------------------------------------------------------------------------------------------
 
     def _names(self, layer: int) -> list[str]:
-        return [f"w{part}" for part in self._cell.held_parts]
+        return [f"w{part}" for part in self._cell.parts.held]
 
     def _of_part(self, layer: int, part: int) -> list[str]:
         return [f"w{part}"]
@@ -319,10 +319,8 @@ def measure_the_accelerator(model: Accelerator) -> None:
     first is what the accelerator was busy, and the second what its links take.
     """
 
-    def ping_pong(group: Any, message: torch.Tensor, *, round_trips: int = 5) -> LinkTimes:
-        empty_s, message_s = (
-            min(model.message_s(share=share) for _ in range(round_trips)) for share in (0.0, 1.0)
-        )
+    def ping_pong(group: Any, message: torch.Tensor) -> LinkTimes:
+        empty_s, message_s = (min(model.message_s(share=share) for _ in range(5)) for share in (0.0, 1.0))
         return LinkTimes(message_bytes=model.bytes_of_a_message, empty_s=empty_s, message_s=message_s)
 
     def exchange(neighbours: Neighbours, message: torch.Tensor, now: Any) -> Exchanged:

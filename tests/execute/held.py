@@ -57,7 +57,7 @@ class Held:
         return ["w0"]
 
     def _of_part(self, layer: int, part: int) -> list[str]:
-        """Those of them that move with a part (``Cell.held_parts``)."""
+        """Those of them that move with a part (``Parts.held``)."""
         return self._names(layer)
 
     def _begun(self, layer: int, name: str) -> list[torch.Tensor]:

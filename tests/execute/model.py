@@ -92,7 +92,7 @@ class Stack(Held):
     def _names(self, layer: int) -> list[str]:
         own = [] if self._tied and layer == 0 else [f"w{part}" for part in self._cell.held_shards]
         spread = has_experts(layer, self._cell.full_expert)
-        return own + [f"e{part}" for part in self._cell.held_parts if spread]
+        return own + [f"e{part}" for part in self._cell.parts.held if spread]
 
     def _of_part(self, layer: int, part: int) -> list[str]:
         """Ranks of a gang have the same weight, and each other experts."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.execute import channels
 from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.mcore.contexts import places
@@ -56,7 +57,7 @@ def send_and_receive(monkeypatch, whole, shapes, word, *, cuts):
     ends, messages = {}, {}
     for worker, size in shapes.items():
         for cell in whole.of_worker(worker, size):
-            made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes=shapes, cuts=cuts)
+            made = Channels({"world": None}, cells=Cells(cell, shapes), num_layers=4, tagged=True, cuts=cuts)
             ends[cell.rank] = worker, made, of_rank(cell, cuts=cuts)
     for rank, (worker, made, piece) in ends.items():
         monkeypatch.setattr(channels, "dist", Post(rank, messages))
@@ -77,11 +78,11 @@ def test_what_counts_for_nothing_anywhere_does_not_count(monkeypatch):
     messages = {}
     for rank in (0, 1):
         cell = Cell.of(rank, tensor=2)
-        made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes={1: 1}, cuts=True)
+        made = Channels({"world": None}, cells=Cells(cell, {1: 1}), num_layers=4, tagged=True, cuts=True)
         monkeypatch.setattr(channels, "dist", Post(rank, messages))
         made.send(Instr(Op.SEND_FORWARD, 0, 2, peer=1), torch.ones(2, 1), torch.tensor(float(rank)))
     monkeypatch.setattr(channels, "dist", Post(2, messages))
     cell = Cell.of(2, tensor=2).smaller(1)
-    made = Channels({"world": None}, cell=cell, num_layers=4, tagged=True, shapes={1: 1}, cuts=True)
+    made = Channels({"world": None}, cells=Cells(cell, {1: 1}), num_layers=4, tagged=True, cuts=True)
     pending = made.receive(Instr(Op.RECV_FORWARD, 0, 2, peer=0), torch.zeros(4, 1), with_word=True)
     assert pending.wait()[1].item() == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.execute.channels import Channels
@@ -34,10 +35,10 @@ def orders(layout, workers: int) -> dict[int, list[int]]:
     for worker, text in sent.parts.items():
         part = from_json(WorkerPart, text)
         own = from_wire(from_json(Head, sent.head), worker, part, sent.templates[part.template]).plan
-        cell = Cell(rank=worker)
-        channels = Channels({}, cell=cell, num_layers=layout.num_layers, tagged=True)
+        cells = Cells(Cell(rank=worker))
+        channels = Channels({}, cells=cells, num_layers=layout.num_layers, tagged=True)
         neighbours = Neighbours(
-            own.program(worker), own.layout, cell, channels, lambda first, last: ({0: None}, None)
+            own.program(worker), own.layout, cells, channels, lambda first, last: ({0: None}, None)
         )
         found[worker] = [*neighbours.order]
     return found

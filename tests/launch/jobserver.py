@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,12 @@ def events(run_dir: Path, *names: str) -> list[dict[str, Any]]:
 
 def pid_of(run_dir: Path, rank: int) -> int:
     return next(e["pid"] for e in events(run_dir, "rank_started") if e["target"] == rank)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Any, timeout_s: float, what: str) -> Any:

@@ -104,7 +104,7 @@ def test_replaced_first_and_then_done_without(job):
     assert (chosen.name, chosen.chosen) == ("smaller", True)
     assert not any(one.chosen for one in others)
     assert "as their fresh processes are, too" in found.why
-    price = job.planner.without_slow(job.state, job.plan, [CELL], job.now_s).price
+    price = job.planner.without_slow(job.state, job.plan, CELL, job.now_s).price
     smaller = job.planner.smaller(job.state, job.plan, CELL, (SLOW_RANK,), job.now_s)
     assert price.healthy_s < smaller.step_s < price.kept_s
     cost_s = (job.now_s - began_s) * price.lost
@@ -170,7 +170,7 @@ def test_it_is_whole_again_once_that_has_cost_as_much_and_each_time_twice(job):
         assert "to be without rank(s) [10], which were slow, has cost" in why
         job.comes_back()
         assert job.aside.may_be_whole(job.state, job.plan, job.now_s) == (frozenset(), "")
-    price = job.planner.without_slow(job.state, job.plan, [CELL], job.now_s).price
+    price = job.planner.without_slow(job.state, job.plan, CELL, job.now_s).price
     assert took_s[0] > price.away_s * price.lost
     assert took_s[1] / took_s[0] == pytest.approx(2.0, rel=0.3)
     assert took_s[2] / took_s[1] == pytest.approx(2.0, rel=0.3)

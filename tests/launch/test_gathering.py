@@ -17,7 +17,7 @@ from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLos
 from odyssey_megatron.launch import gathering
 from odyssey_megatron.launch.admission import ask
 from odyssey_megatron.launch.gathering import gather
-from tests.launch.jobserver import CHECKOUT, Job, wait_for
+from tests.launch.jobserver import CHECKOUT, Job, free_port, wait_for
 
 
 @pytest.fixture
@@ -107,9 +107,7 @@ def start(server, tmp_path, node: int, port: int, nodes: int, log: int | None = 
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def test_ctrl_c_while_a_node_is_missing(server, tmp_path, port):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 
 import pytest
 
 from odyssey_megatron.errors import EXIT_AS_ASKED, EXIT_BAD_INPUT
-from tests.launch.jobserver import CHECKOUT, Job, events, pid_of, wait_for
+from tests.launch.jobserver import CHECKOUT, Job, events, free_port, pid_of, wait_for
 from tests.launch.test_survival import committed, is_running
 
 pytestmark = pytest.mark.usefixtures("server")
@@ -20,9 +19,7 @@ STEPS = 30
 
 def start(server, tmp_path, tokens: tuple[str, str], *flags: object, c10d: bool = False) -> list[Job]:
     """Two agents of two ranks each; the first one hosts the coordinator. ``c10d``: by torch's own rendezvous."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     # One stage: Megatron puts a stage's replicas side by side, and so a stage of two on one node.
     script = [
         *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--hold", tmp_path / "go", "--pipeline", 1),
@@ -107,11 +104,8 @@ class Apart:
     """A job of two nodes of two ranks each that ``odyssey host`` hosts."""
 
     def __init__(self, server, folder, *flags: object):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self._server, self._folder = server, folder
-        self.run_dir, self.at = folder / "run", f"127.0.0.1:{port}"
+        self.run_dir, self.at = folder / "run", f"127.0.0.1:{free_port()}"
         self._script = [
             *(CHECKOUT / "tests/launch/toy.py", "--steps", STEPS, "--hold", folder / "go", "--pipeline", 1),
             *("--odyssey-device", "cpu", "--odyssey-node-lease-s", 0.8, "--odyssey-run-dir", self.run_dir),

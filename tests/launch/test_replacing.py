@@ -74,7 +74,7 @@ def job(tmp_path):
 def test_it_leaves_when_its_slowness_has_cost_as_much(job):
     job.slow(0.5)
     took_s, found = job.until_it_leaves(3600.0)
-    price = job.planner.without_slow(job.state, job.plan, [5], job.now_s).price
+    price = job.planner.without_slow(job.state, job.plan, 5, job.now_s).price
     assert price.seconds - price.lost <= took_s * price.lost <= price.seconds * 1.2 + 3 * price.lost
     assert found.worker == 5
     assert 5 not in found.plan.layout.workers
@@ -125,7 +125,7 @@ def test_a_new_process_that_is_healthy_owes_nothing(job):
 
 def test_a_little_slow_is_not_worth_it(job):
     job.state = with_speeds(job.state, {5: 0.98})
-    price = job.planner.without_slow(job.state, job.plan, [5], 0.0).price
+    price = job.planner.without_slow(job.state, job.plan, 5, 0.0).price
     assert price.lost < 0.03
     assert job.until_it_leaves(36_000.0) is None
 
@@ -177,7 +177,7 @@ def test_that_a_layer_has_a_single_holder_meanwhile_costs_what_it_risks(tmp_path
     for mtbf_s in (1e4, 1e5):
         planner, plan, state = planner_of(stages=4, mtbf_s=mtbf_s, policy="reroute")
         state = with_speeds(state, {5: 0.3})
-        found = planner.without_slow(state, plan, [5], 0.0)
+        found = planner.without_slow(state, plan, 5, 0.0)
         assert found.plan.layout.alone()
         price = found.price
         assert f"{price.risk_s:.1f} s for the risk" in price.meanwhile

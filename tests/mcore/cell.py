@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.mcore.loop import checkpoint
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.shards import Saved
@@ -96,7 +97,7 @@ class Rank:
         layout = layout_from_routes(LAYERS, (pipeline_route((0,), (LAYERS,), (0, 1)),), tied=tied)
         self.layout, self.cell, self.of_layers = layout, cell, range(len(layout.all_holders))
         self.tensor_group = own.groups.tp if cell.tensor > 1 else None
-        having = cell.having(0, cell.held_shards[0], tensor, size)
+        having = Cells(cell, {0: size}).having(0, cell.held_shards[0], tensor)
         self.lanes_group = group_of(f"lanes{having}", store, having.index(rank), len(having))
         """Of those who have the same but for experts."""
 
@@ -157,7 +158,7 @@ class Rank:
                     dist.all_reduce(one, group=self.tensor_group)
             for view, value in zip(shared, sums, strict=True):
                 view.copy_(value)
-        for one in found[self.cell.held_parts[0]][0] if self.cell.full_lanes > 1 else ():
+        for one in found[self.cell.parts.held[0]][0] if self.cell.full_lanes > 1 else ():
             dist.all_reduce(one, group=self.lanes_group)
         model.take_sums()
         return {part: [*dense, *of_experts] for part, (dense, of_experts) in found.items()}
@@ -169,7 +170,7 @@ class Rank:
             shard: [one for block in blocks for one in model.gradients(block.first, block.last, shard)]
             for shard in self.cell.held_shards
         }
-        for part in self.cell.held_parts:
+        for part in self.cell.parts.held:
             of_experts = [
                 one for block in blocks for one in model.expert_gradients(block.first, block.last, part)
             ]
@@ -188,7 +189,7 @@ class Rank:
                 layer: {name: one.clone() for name, one in self.model.tensors_to_send(layer, part).items()}
                 for layer in self.of_layers
             }
-            for part in self.cell.held_parts
+            for part in self.cell.parts.held
         }
 
     def shards(self) -> dict[Any, Any]:
@@ -232,7 +233,7 @@ class Rank:
         after = self.state()
         made |= {"squares": self.squares(), "norm": outcome.grad_norm, "shards": self.shards()}
         digests = self.model.digests().items()
-        for part, shard in zip(self.cell.held_parts, self.model.place.shards, strict=True):
+        for part, shard in zip(self.cell.parts.held, self.model.place.shards, strict=True):
             of_part = {"before": before[part], "gradients": gradients[part], "after": after[part]}
             of_part["digests"] = {name: one for name, one in digests if name.split(".")[1] == shard}
             torch.save(made | of_part, self.folder / f"part{part}.pt")
@@ -251,7 +252,7 @@ class Rank:
         model = self.model
         made = {
             part: torch.load(self.folder / f"part{part}.pt", weights_only=True)
-            for part in self.cell.held_parts
+            for part in self.cell.parts.held
         }
         model.stand_in()
         model.expect(dict.fromkeys(self.of_layers, (EVERYTHING,)))
@@ -305,13 +306,13 @@ class Rank:
             found = []
             for spans in ((EVERYTHING,), THIRDS):
                 one = model.optimizer_of(layer, spans)
-                for number, _ in enumerate(self.cell.held_parts):
+                for number, _ in enumerate(self.cell.parts.held):
                     for span in spans:
                         one.put(number, span, layer.optimizer.numbers(number, span))
                 model.learning_rate.set([one], 1, model.microbatches.batches, model.loss_scale)
                 one.apply(1.0)
                 after = [one.clone() for one in layer.weights().values()]
-                for number, _ in enumerate(self.cell.held_parts):
+                for number, _ in enumerate(self.cell.parts.held):
                     for span in (*THIRDS, *HALVES):
                         after += [x.clone() for x in one.numbers(number, span).values()]
                 found.append(after)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from tests.e2e.jobs import cases_of
 from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_same_lines, checkpoint
 from tests.megatron_lm.test_flags import INTERLEAVED
@@ -71,9 +72,7 @@ pytestmark = pytest.mark.timeout(300)
 _LOSSES = re.compile(r"(\w*(?:load_balancing|z)_loss): ([-+.E\d]+) \|")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in CASES]
-)
+@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
 def test_lines_of_experts_are_those_of_plain_megatron_lm(jobs, name, case):
     ranks, stages, flags, inject = CASES[case]
     flags = f"{MOCK} {flags}"  # in 16 bits rounding decides now and then to which expert a token goes

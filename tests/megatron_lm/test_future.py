@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.e2e.jobs import cases_of
 from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, MegatronRun, assert_same_lines
 from tests.megatron_lm.test_experts import CELLS, DEEPSEEK, GANGS, assert_same_auxiliary_losses
 from tests.megatron_lm.test_flags import INTERLEAVED
@@ -57,11 +58,7 @@ ALWAYS = {"two-depths", "alone-in-the-last-stage", "by-bucket", "gangs"}
 pytestmark = pytest.mark.timeout(300)
 
 
-def _cases(cases):
-    return [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in cases]
-
-
-@pytest.mark.parametrize("case", _cases(CASES))
+@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
 def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
     ranks, stages, flags, inject = CASES[case]
     run = jobs.odyssey(name, f"{MOCK} {flags}", ranks=ranks, stages=stages, inject=inject)
@@ -96,7 +93,7 @@ SAVES = {
 }
 
 
-@pytest.mark.parametrize("case", _cases(SAVES))
+@pytest.mark.parametrize("case", cases_of(SAVES, ALWAYS))
 def test_checkpoints_come_from_plain_megatron_lm_and_go_there(jobs, name, case):
     """Saved by a plain job, gone on with in another layout and saved by survivors, gone on with by a plain job."""
     ranks, stages, flags = SAVES[case]
@@ -124,7 +121,7 @@ def test_checkpoints_come_from_plain_megatron_lm_and_go_there(jobs, name, case):
 WITH_EXPERTS = {"alone": "", "gangs": GANGS, "cells": CELLS}
 
 
-@pytest.mark.parametrize("case", _cases(WITH_EXPERTS))
+@pytest.mark.parametrize("case", cases_of(WITH_EXPERTS, ALWAYS))
 def test_experts_of_the_blocks_further_ahead(jobs, name, case):
     """As DeepSeek-V3 has them: their auxiliary losses, and the biases of their experts, which decide from step to step
     where tokens go.

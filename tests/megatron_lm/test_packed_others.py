@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.upstream.source import Source
+from tests.e2e.jobs import cases_of
 from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT32, FLOAT64, assert_same_lines, indexed
 from tests.megatron_lm.test_experts import CELLS, DEEPSEEK, GANGS, MIXTRAL, assert_same_auxiliary_losses
@@ -33,9 +34,7 @@ def assert_same(run, plain, flags):
         assert_same_ahead(run, plain)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in CASES]
-)
+@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
 def test_conversations_of_plain_megatron_lm(jobs, name, conversations, case):
     ranks, stages, flags, inject = CASES[case]
     flags, how = f"{conversations} {flags}", {"ranks": ranks, "stages": stages, "without": WITHOUT}

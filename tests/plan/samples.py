@@ -9,7 +9,9 @@ from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.schedule import Schedule
 from odyssey_megatron.plan.simulate import run_clock
 from odyssey_megatron.plan.visits import Visits
+from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.rerouting import heirs
+from odyssey_megatron.studies.presets import ACCELERATORS, MODELS
 
 
 def layer(forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, activation_bytes=1, state_bytes=1):
@@ -48,6 +50,11 @@ def uniform_costs(num_layers, *, ends=False, message_s=0.0, **times):
         link_latency_s=message_s,
         link_bytes_per_s=float("inf"),
     )
+
+
+def preset_profile(model: str, accelerator: str, **sizes: int) -> Profile:
+    """The estimated profile of a named model on a named accelerator."""
+    return MODELS[model].profile(ACCELERATORS[accelerator], **sizes)
 
 
 def eager_schedule(layout, costs, *, room=None):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
@@ -34,7 +35,7 @@ def of_rank(plan, worker, cell, *, beside=False, first=0):
         rank=worker * cell.full, size=cell.size, context=cell.context, lanes=cell.lanes, expert=cell.expert,
         expert_tensor=cell.expert_tensor,
     )  # fmt: skip
-    named = group_members(plan, (0, 1), mine, tagged=False, beside=beside)
+    named = group_members(plan, (0, 1), Cells(mine), tagged=False, beside=beside)
     if first:
         named |= pair(tuple(range(first)), mine.rank)
     return [(ranks, way_of(name)) for name, ranks in named.items() if len(ranks) > 1 and name != WORLD]

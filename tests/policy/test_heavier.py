@@ -12,7 +12,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.studies.presets import preset_profile
+from tests.plan.samples import preset_profile
 from tests.plan.second import Second, held_bytes
 from tests.policy.test_risk import JOB
 

@@ -15,7 +15,7 @@ from odyssey_megatron.policy.measured import Measured, alike
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.preparing import incidents
 from odyssey_megatron.policy.profile import Observation, load_profile
-from odyssey_megatron.studies.presets import preset_profile
+from tests.plan.samples import preset_profile
 from tests.policy.test_decide import PROFILE, job
 
 OBSERVED = [

@@ -15,8 +15,9 @@ from odyssey_megatron.plan.simulate import simulate, step_end_s
 from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.studies.presets import GIB, preset_profile
+from odyssey_megatron.studies.presets import GIB
 from odyssey_megatron.studies.whatif import main_plan
+from tests.plan.samples import preset_profile
 
 PROFILE = preset_profile("llama2-7b", "h100")
 STATE = initial_state(nodes=tuple(worker // 8 for worker in range(32)))

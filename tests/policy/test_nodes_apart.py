@@ -18,7 +18,7 @@ from odyssey_megatron.policy import contest
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.score import NODE_SHARE
-from odyssey_megatron.studies.presets import preset_profile
+from tests.plan.samples import preset_profile
 
 PROFILE = preset_profile("llama2-7b", "h100")
 JOB = JobSpec(

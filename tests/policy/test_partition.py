@@ -21,9 +21,8 @@ from odyssey_megatron.policy.pipelines import ALIKE, Pipelines
 from odyssey_megatron.policy.policies import replan
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import Search
-from odyssey_megatron.studies.presets import preset_profile
 from tests.benchmarks.policies import LAYERS, costs
-from tests.plan.samples import layer, uniform_costs
+from tests.plan.samples import layer, preset_profile, uniform_costs
 
 
 def preset(model, accelerator, pp, microbatches, tight, workers=32):

@@ -18,7 +18,7 @@ from odyssey_megatron.policy.measured import Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.score import START_S, restart_cost_s
 from odyssey_megatron.policy.table import candidates_table
-from odyssey_megatron.studies.presets import preset_profile
+from tests.plan.samples import preset_profile
 
 PROFILE = preset_profile("llama2-7b", "a100")
 PROFILE = replace(PROFILE, costs=replace(PROFILE.costs, link_bytes_per_s=1e10))

@@ -10,7 +10,7 @@ import pytest
 
 from odyssey_megatron.policy.search import Search
 from odyssey_megatron.policy.turns import Turns
-from odyssey_megatron.studies.presets import preset_profile
+from tests.plan.samples import preset_profile
 
 WORKERS, MICROBATCHES = (23, 22, 21, 20), 48
 COSTS = replace(preset_profile("llama2-7b", "h100").costs, memory_bytes=20 * 2**30)

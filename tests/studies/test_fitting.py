@@ -19,9 +19,9 @@ from odyssey_megatron.studies.presets import (
     MODELS,
     Accelerator,
     Model,
-    preset_profile,
 )
 from odyssey_megatron.studies.whatif import main_plan
+from tests.plan.samples import preset_profile
 
 KINDS = ("forward_s", "input_grad_s", "weight_grad_s")
 FIXED_S, LINK_S, LINK_BYTES_PER_S = 3e-4, 7e-5, 1.3e10

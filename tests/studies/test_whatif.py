@@ -9,8 +9,9 @@ from odyssey_megatron.codec import from_json
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
-from odyssey_megatron.studies.presets import MODELS, preset_profile
+from odyssey_megatron.studies.presets import MODELS
 from odyssey_megatron.studies.whatif import main_plan
+from tests.plan.samples import preset_profile
 
 
 def test_shows_candidates_and_grids(capsys):

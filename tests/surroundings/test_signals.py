@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import EXIT_AS_ASKED
-from tests.launch.jobserver import CHECKOUT, Job, events, pid_of, wait_for
+from tests.launch.jobserver import CHECKOUT, Job, events, free_port, pid_of, wait_for
 from tests.launch.test_survival import is_running
 
 
@@ -171,9 +170,7 @@ def two_nodes(jobs, name: str, *flags: object) -> tuple[list[Job], Path]:
     """Of two ranks each; and its run folder."""
     from tests.e2e.jobs import SCRIPT
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = ["--master-addr", "127.0.0.1", "--master-port", probe.getsockname()[1]]
+    address = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
     script = [SCRIPT, *jobs.flags(name, stages=1), *flags]
     nodes = [
         jobs.server.run(

@@ -21,14 +21,8 @@ from odyssey_megatron.launch.admission import Admission, Meeting, ask, bind_c10d
 from odyssey_megatron.launch.control import Control, EventReader
 from odyssey_megatron.launch.leases import Leases, beats
 from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
-from tests.launch.jobserver import wait_for
+from tests.launch.jobserver import free_port, wait_for
 from tests.surroundings.recorder import Recorder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def meeting(port: int, node: int = 0, token: str = "secret") -> Meeting:

@@ -151,7 +151,7 @@ class Saves:
         original, optimizer, scheduler, args, kwargs = self._how
         iteration, floating_point_operations = self._begun
         self._flight = None
-        self._fault("checkpoint", iteration)
+        self._fault(iteration)
         return saving.attempt(
             original,
             iteration,
@@ -185,7 +185,7 @@ class Saves:
             if flight.generation != self._job.runtime.generation:
                 self._flight = None
                 return self._save_again() if again else ""
-            self._fault("checkpoint", self._job.runtime.committed)
+            self._fault(self._job.runtime.committed)
             flight.wait(lambda: self._job.session.member.newer_than(flight.generation))
             why = saving.complete(flight.finalize, self._begun[0], **self._how[-1])
             self._flight = None
@@ -228,5 +228,5 @@ class Saves:
             if why:
                 self._job.session.note_not_saved(self._begun[0], why)
 
-    def _fault(self, point: str, step: int) -> None:
-        self._job.fault_point(point, step=step, generation=self._job.runtime.generation, microbatch=-1)
+    def _fault(self, step: int) -> None:
+        self._job.fault_point("checkpoint", step=step, generation=self._job.runtime.generation, microbatch=-1)

@@ -68,7 +68,6 @@ class MicrobatchSource:
         *,
         micro_batch_size: int,
         order: SampleOrder | None = None,
-        collate: Callable[[list[Any]], Any] = default_collate,
         offset: int = 0,
         squared_lengths: Callable[[int], float] | None = None,
     ):
@@ -78,7 +77,7 @@ class MicrobatchSource:
             offset: the place of the first sample of the first step.
             squared_lengths: as in ``TrainingJob``; None: taken from a sample's ``cu_seqlens``.
         """
-        self._dataset, self._order, self._collate, self._offset = dataset, order, collate, offset
+        self._dataset, self._order, self._offset = dataset, order, offset
         self._micro_batch_size, self._squared_lengths = micro_batch_size, squared_lengths
         self._before, self._microbatch, self._batch = 0, -1, None
         self.evaluated = 0
@@ -124,7 +123,7 @@ class MicrobatchSource:
     def __next__(self) -> Any:
         if self._batch is None:
             places = self._places(self._before, self._microbatch)
-            self._batch = pinned(self._collate([self._dataset[sample] for sample in self._samples(places)]))
+            self._batch = pinned(default_collate([self._dataset[sample] for sample in self._samples(places)]))
             self.fetched[self._microbatch] = list(places)
             if isinstance(self._batch, dict) and "cu_seqlens" in self._batch:
                 lengths = _lengths(self._batch)

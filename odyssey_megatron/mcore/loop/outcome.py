@@ -160,7 +160,7 @@ def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list
     """The same for slices of ``layer``, on a rank of their first owner."""
     return [
         (one.together(main_grad(one.parameter)), times)
-        for one in ranges(layer, cell.of_layer, spans)
+        for one in ranges(layer, cell.parts.each, spans)
         if (times := _times(one.parameter, cell)) is not None
     ]
 

@@ -17,7 +17,7 @@ from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, firsts, kept
 from odyssey_megatron.rebuild.transfer import packed, places, unpack
 
 HoldersOf = Callable[[int, int, int], tuple[dist.ProcessGroup, Sequence[int]]]
-"""Maps the first layer of a block, its last + 1, and a ``Cell.slot`` of this rank to the group of the block's holders,
+"""Maps the first layer of a block, its last + 1, and a ``Parts.slot`` of this rank to the group of the block's holders,
 with all ranks of each holder that have the same part, and the number of these ranks for each holder.
 """
 
@@ -63,8 +63,8 @@ class WholeLayers:
             for layer in range(block.first, block.last) if place.worker in block.holders else ():
                 if not is_cut(states[layer]):
                     continue
-                for number, part in enumerate(cell.held_parts):
-                    shared = self._holders_of(block.first, block.last, cell.slot(part))
+                for number, part in enumerate(cell.parts.held):
+                    shared = self._holders_of(block.first, block.last, cell.parts.slot(part))
                     yield _Part(layer, number, *shared, block.holders, layout.speaker(layer), states[layer])
 
     def new(self) -> dict[int, LayerOptimizer]:

@@ -26,8 +26,8 @@ from odyssey_megatron.plan.slices import EVERYTHING, Span, within, without
 class Holdings:
     """The layers that this rank holds, and those that are arriving.
 
-    Everywhere, ``part`` is one of the parts that this rank has of each layer (``Cell.held_parts``). In a whole cell
-    there is one, and its tensors are the layer's own.
+    Everywhere, ``part`` is one of the parts that this rank has of each layer (``cluster.parts.Parts.held``). In a whole
+    cell there is one, and its tensors are the layer's own.
     """
 
     def __init__(self, spec: ModelSpec, cell: Cell, groups_of_cell: ProcessGroupCollection):
@@ -57,7 +57,7 @@ class Holdings:
             return
         self.cell, self._parts = cell, Parts(cell)
         for held in self._held.values():
-            held.each = cell.of_layer
+            held.each = cell.parts.each
 
     def create_layers(self, layers: Sequence[int], kept: Mapping[int, tuple[Span, ...]]) -> None:
         """Creates ``layers`` with their initial weights, and an optimizer for what is ``kept`` of each.
@@ -75,7 +75,7 @@ class Holdings:
 
     def _hold(self, layer: int, parts: torch.nn.ModuleDict, *, kept: tuple[Span, ...] = ()) -> HeldLayer:
         self.routing.attach(layer, parts)
-        each = self.cell.of_layer
+        each = self.cell.parts.each
         return HeldLayer(self.spec, layer, parts, self._groups, self._seeds, kept=kept, each=each)
 
     # -- what moves -----------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Holdings:
         number = self._parts.number(part)
         found = {
             one.text: one.of_part(one.parameter, number)
-            for one in ranges(held, self.cell.of_layer, spans, number)
+            for one in ranges(held, self.cell.parts.each, spans, number)
         }
         # These buffers are not parameters, and no optimizer has them.
         return found | (experts.biases(held) if any(span[0] == 0 for span in spans) else {})
@@ -104,7 +104,7 @@ class Holdings:
 
     def _put_weights(self, held: HeldLayer, part: int, spans: Sequence[Span], weights: Tensors) -> None:
         number = self._parts.number(part)
-        for one in () if self._parts.is_one else ranges(held, self.cell.of_layer, spans, number):
+        for one in () if self._parts.is_one else ranges(held, self.cell.parts.each, spans, number):
             one.put(one.parameter, number, weights[one.text])
 
     def moved_bytes(self, layer: int) -> int:
@@ -226,7 +226,7 @@ class Holdings:
         Collective. ``rank`` is this rank's number in the job. Raises HoldersDiffer, on all ranks alike, if it is
         unclear who is right.
         """
-        held = dict(zip(self.place.parts, digests(self._current(), self._parts), strict=True))
+        held = dict(zip(self._parts, digests(self._current(), self._parts), strict=True))
         return odd_ones(held, world, rank=rank, cell_size=self.cell.full, layout=self._layout)
 
     def state_bytes(self) -> int:
@@ -259,6 +259,6 @@ class Holdings:
             for part, shard in zip(parts, place.shards, strict=True):
                 weights = parts.of(layer, mine, part)
                 found[layer.index, shard] = {name: one.cpu() for name, one in weights.items()}
-                if self.cell.of_layer.cuts_experts:  # everything else is the same in each part
+                if self.cell.parts.each.cuts_experts:  # everything else is the same in each part
                     mine = {name: one for name, one in mine.items() if name in self._parts.spread(layer)}
         return {place: weights for place, weights in found.items() if weights}

@@ -31,7 +31,7 @@ class Parts:
     """The parts that this rank of ``cell`` has of each layer."""
 
     def __init__(self, cell: Cell):
-        self.each, self._numbers = cell.of_layer, cell.held_parts
+        self.each, self._numbers = cell.parts.each, cell.parts.held
         self._staged: dict[tuple[int, int, int, bool], _Staged] = {}
 
     def __iter__(self) -> Iterator[int]:

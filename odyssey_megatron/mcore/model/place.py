@@ -28,25 +28,21 @@ class Place:
         if spread and cell.runs:
             return order.index(self.worker)  # one rank of each gang has a run
         parts, full = (
-            (cell.expert_parts, cell.full_expert_parts) if spread else (cell.tensor, cell.full_tensor)
+            (cell.expert_parts, cell.parts.of_experts) if spread else (cell.tensor, cell.full_tensor)
         )
         each = cell.full // full  # the number of ranks of a whole cell that have the same part
         return order.index(self.worker) * each + cell.index // parts
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """The numbers of this rank's parts, among the different parts of a layer that ranks of a cell have."""
-        return self.cell.own(self.cell.parts)
-
-    @property
     def shards(self) -> tuple[str, ...]:
-        """The names of these parts: ``tp0``, ..., with experts that are spread over ranks ``part0``, ...; empty: the
-        whole layer.
+        """The names of the parts that this rank has: ``tp0``, ..., with experts that are spread over ranks ``part0``,
+        ...; empty: the whole layer.
         """
         if self.cell.runs:
             return tuple(self._of_run(at) for at in self.cell.held_runs)
-        kind = "part" if self.cell.full_expert > 1 else "tp" if self.cell.parts > 1 else ""
-        return tuple(f"{kind}{part}" if kind else "" for part in self.parts)
+        parts = self.cell.parts
+        kind = "part" if self.cell.full_expert > 1 else "tp" if parts.count > 1 else ""
+        return tuple(f"{kind}{part}" if kind else "" for part in parts.held)
 
     def _of_run(self, run: int) -> str:
         """The name of the part with a run of experts: that of the part of a whole gang that it is in, and where."""
