@@ -13,12 +13,13 @@ import torch
 _PLAIN = (bool, int, float, str, torch.dtype, Enum, type(None))
 
 
-def settings_of(config: Any, optimizer_config: Any, schedule: Mapping[str, Any], seed: int) -> dict[str, str]:
-    """Return name -> value, as text, of Megatron's TransformerConfig, OptimizerConfig and schedule.
+def settings_of(optimizer_config: Any, schedule: Mapping[str, Any], seed: int) -> dict[str, str]:
+    """Return name -> value, as text, of Megatron's OptimizerConfig and schedule.
 
-    What is no plain value (functions, groups) is left out: it has no text that all ranks share.
+    What is no plain value (functions, groups) is left out: it has no text that all ranks share. So is Megatron's
+    TransformerConfig: with fewer ranks in a cell some of its values are others.
     """
-    named = {**vars(config), **vars(optimizer_config), **schedule, "seed": seed}
+    named = {**vars(optimizer_config), **schedule, "seed": seed}
     return {name: str(value) for name, value in named.items() if _is_plain(value)}
 
 
