@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.doctor.rows import OK, CheckRow, Host, Job
@@ -14,7 +15,6 @@ from odyssey_megatron.plan.redundancy import with_shadows
 
 AREA = "communicators"
 _SIZE = Between(1, 100_000, whole=True)
-_WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
 _NO_COSTS = LayerCost(
     forward_s=0, input_grad_s=0, weight_grad_s=0, activation_bytes=0, weight_bytes=0, gradient_bytes=0,
     optimizer_bytes=0, state_bytes=0,
@@ -39,8 +39,7 @@ def rows(host: Host, job: Job) -> Iterator[CheckRow]:
         )
     except ValueError:
         return  # the job itself says which size is wrong
-    ranks = next((int(host.environ[one]) for one in _WORLD if host.environ.get(one, "").isdecimal()), 0)
-    known = ranks // (stages * cell.size)
+    known = _ranks(host.environ) // (stages * cell.size)
     pipelines = known or 2  # each further pipeline would take 2.6 ms
     layout = megatron_layout(
         num_layers=stages + 2,
@@ -66,3 +65,19 @@ def _size(job: Job, flag: str, default: int = 1) -> int:
     """Return the value of ``flag`` as a size. Raises ValueError."""
     text = job.value_of(flag)
     return int(_SIZE.read(text)) if text else default
+
+
+def _ranks(environ: Mapping[str, str]) -> int:
+    """Return the number of ranks by what a launcher has set; 0: not known."""
+    ranks, tasks, nodes, gpus = map(
+        partial(_count, environ), ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE")
+    )
+    # One task a node is an agent (odyssey run), which starts a rank on each GPU.
+    return ranks or (tasks if tasks > nodes else nodes * gpus)
+
+
+def _count(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(_SIZE.read(environ.get(name, "")))
+    except ValueError:
+        return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import LeftOut, PeerFailed
+from odyssey_megatron.metrics.journal import host_name
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.layout import Layout
@@ -61,7 +61,7 @@ def dispensable(layout: Layout, workers: Collection[int]) -> bool:
 
 def _hosts(group: dist.ProcessGroup, rank: int) -> dict[int, str]:
     """Return rank -> name of its host. Collective."""
-    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
+    name = host_name().encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     mine = torch.tensor([rank, *name], dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)

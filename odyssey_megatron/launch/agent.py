@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,7 @@ from odyssey_megatron.launch.respawn import Respawn, first_incarnation, forget_s
 from odyssey_megatron.launch.signals import Received
 from odyssey_megatron.launch.verdict import JobVerdict, VerdictWatch
 from odyssey_megatron.launch.zygote import Zygote
-from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.journal import Journal, host_name
 from odyssey_megatron.metrics.outlet import say
 
 _log = logging.getLogger(__name__)
@@ -210,9 +209,7 @@ class OdysseyAgent(LocalElasticAgent):
         for worker in group.workers:
             process = handles[worker.local_rank].proc
             ranks.add(worker.global_rank, worker.local_rank, process, first_incarnation())
-            journal.event(
-                "rank_started", target=worker.global_rank, pid=process.pid, host=socket.gethostname()
-            )
+            journal.event("rank_started", target=worker.global_rank, pid=process.pid, host=host_name())
         verdict = VerdictWatch(watch)
         lease_s, port = launch.config.node_lease_s, group.master_port
         assert port is not None

@@ -30,6 +30,8 @@ from odyssey_megatron.launch.lost_host import give_up_on_host
 EVENTS = "events"
 """Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
 JOB = "job"
+OTHER_JOB = "job/other"
+"""What the first rank whose job differs from that of rank 0 was started for."""
 JOB_NAME = "name"
 """A random number that the job's host has drawn. It is on every line of this job's journals."""
 REFUSED = "refused"

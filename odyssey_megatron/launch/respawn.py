@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.lives import ANEW, Lives
 from odyssey_megatron.launch.zygote import Zygote
-from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.journal import Journal, host_name
 from odyssey_megatron.metrics.outlet import say
 
 
@@ -242,9 +241,7 @@ class Respawn:
                 numa_options=None,
             )
         process = handler.proc
-        self._journal.event(
-            "rank_started", target=rank, pid=process.pid, host=socket.gethostname(), echo=True
-        )
+        self._journal.event("rank_started", target=rank, pid=process.pid, host=host_name(), echo=True)
         return process, incarnation
 
     def _smaller_size(self, rank: int) -> int:

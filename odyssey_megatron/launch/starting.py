@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from odyssey_megatron.cluster.job import JobSpec
@@ -18,6 +19,8 @@ from odyssey_megatron.names import first_few
 
 _AT_ONCE = 256
 """Number of values that are read in one message; see ``control.py`` for long ones."""
+_NAMED = 4
+"""The largest number of settings that a message names."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
 """Seconds between two looks at the store. Without them, a thousand ranks that wait for the last one would keep it
 busy.
@@ -40,19 +43,23 @@ class Starting:
         self._rank, self._world_size, self._incarnation = rank, world_size, incarnation
         self._control, self._watch, self._timeout_s = control, watch, timeout_s
 
-    def post_job(self, job: JobSpec, profile_json: str) -> None:
+    def post_job(self, job: JobSpec, profile_json: str, settings: Mapping[str, str] | None = None) -> None:
         """Tell the coordinator what to plan for. Collective.
+
+        Args:
+            settings: what else has to be the same on all ranks, or their numbers would differ; by name.
 
         Raises:
             ConfigError: The ranks disagree, so they were not started with the same arguments.
         """
-        text = to_json({"job": to_json(job), "profile": profile_json})
+        text = to_json({"job": to_json(job), "profile": profile_json, "settings": dict(settings or {})})
         digest = hashlib.sha256(text.encode()).hexdigest()
         if self._incarnation:
             if self._control.get(keys.digest_key(0)) != digest:
                 raise ConfigError(
-                    f"rank {self._rank} was not started for the job that it would join: its model, batch or profile "
-                    "differ. Use the arguments that the job was started with."
+                    f"rank {self._rank} was not started for the job that it would join: here and there "
+                    f"{_differences(text, self._control.get(keys.JOB))}. Use the arguments that the job was started "
+                    "with."
                 )
             return
         self._control.put(keys.observations_key(self._rank), "")
@@ -61,12 +68,16 @@ class Starting:
         self._control.put(keys.digest_key(self._rank), digest)
         everyone = [keys.digest_key(rank) for rank in range(self._world_size)]
         self.wait(everyone, "rank(s) {missing} have not said what they train")
-        differ = [rank for rank, one in enumerate(self._read(everyone)) if one != digest]
-        if differ:
+        digests = self._read(everyone)
+        if differ := [rank for rank, one in enumerate(digests) if one != digests[0]]:
+            if self._rank == differ[0]:
+                self._control.put(keys.OTHER_JOB, text)
+            self.wait([keys.OTHER_JOB], f"rank {differ[0]}, whose job differs, has not said how")
+            few, more = first_few(differ)
+            how = _differences(self._control.get(keys.OTHER_JOB), self._control.get(keys.JOB))
             raise ConfigError(
-                f"the ranks were not started for the same job: the model, batch and profile of rank(s) "
-                f"{differ} differ from those of rank {self._rank}. Use the same arguments and the same "
-                "--odyssey-profile file on all nodes."
+                f"the ranks were not started for the same job: on rank(s) {few}{more} and on rank 0 {how}. Use "
+                "the same arguments and the same --odyssey-profile file on all nodes."
             )
 
     def _read(self, names: list[str]) -> list[str]:
@@ -115,3 +126,14 @@ class Starting:
             f"rank {self._rank} waited {self._timeout_s:g} s, but {what}. Look for the first error in the other ranks' "
             "logs, or raise --odyssey-store-timeout-s."
         )
+
+
+def _differences(one: str, other: str) -> str:
+    """Return in words what differs between two texts that :meth:`Starting.post_job` has made."""
+    posted = json.loads(one), json.loads(other)
+    ours, theirs = (json.loads(each["job"]) | each["settings"] for each in posted)
+    names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
+    if not names:
+        return "the profiles differ"
+    said = [f"{name} is {ours.get(name)} and {theirs.get(name)}" for name in names[:_NAMED]]
+    return ", ".join([*said, *(["and more differ"] if len(names) > _NAMED else [])])

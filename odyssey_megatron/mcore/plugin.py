@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from odyssey_megatron.launch.member import Member
 from odyssey_megatron.mcore import device
 from odyssey_megatron.mcore.checks import check_rates, check_samples
 from odyssey_megatron.mcore.estimate import estimate, experts_work
+from odyssey_megatron.mcore.settings import settings_of
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.policy.profile import Profile, load_profile
@@ -231,7 +232,8 @@ class Session:
                 "squared_lengths, or leave the flag out."
             )
         spec = self._job_spec(job)
-        self.post(spec, self._profile(job))
+        settings = settings_of(job.model.optimizer_config, job.scheduler, job.model.seed)
+        self.post(spec, self._profile(job), settings)
         own = self.member.cell(spec)
         if self.member.joins and own.full > 1:
             self.member.company.meet(own)
@@ -296,10 +298,10 @@ class Session:
         )
         self._journal.event("not_saved", step=iteration, why=why)
 
-    def post(self, spec: JobSpec, profile: Profile) -> None:
+    def post(self, spec: JobSpec, profile: Profile, settings: Mapping[str, str]) -> None:
         """Tell the coordinator what to plan for. Collective. Raises ConfigError."""
         spec.check(self.world_size)
-        self.member.starting.post_job(spec, to_json(profile))
+        self.member.starting.post_job(spec, to_json(profile), settings)
 
     def enter(
         self,

@@ -79,6 +79,13 @@ class Journal:
         self._outlet.close()
 
 
+def host_name() -> str:
+    """Return the name of this process's machine as the batch system knows it, so that it can be told to leave the
+    machine out. Slurm's NodeName need not be the host's own name, which may be longer, or a container's.
+    """
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def clock() -> str:
     """Return a name of this process's monotonic clock: it differs between processes whose ``t_s`` cannot be
     compared.

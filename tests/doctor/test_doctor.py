@@ -77,6 +77,10 @@ def test_how_many_communicators_there_will_be():
     (found,) = said(*stages, host=with_(WORLD_SIZE="1024"))
     assert found.startswith("256 pipelines of 4: 6 communicators")
     assert "in 2.5 s" in found, "512 sum the tied weight"
+    slurm = {"SLURM_JOB_NUM_NODES": "8", "SLURM_GPUS_ON_NODE": "8"}
+    for tasks in ("8", "64"):  # odyssey run on each node, or a task for each GPU
+        (found,) = said(*stages, host=with_(SLURM_NTASKS=tasks, **slurm))
+        assert found.startswith("16 pipelines of 4:"), tasks
     (alone,) = said(*stages, "--untie-embeddings-and-output-weights", host=with_(WORLD_SIZE="4"))
     (shadowed,) = said(
         *stages, "--untie-embeddings-and-output-weights", host=with_(WORLD_SIZE="4"), redundancy="state"

@@ -44,7 +44,7 @@ def start(server, tmp_path, tokens: tuple[str, str], *flags: object, c10d: bool 
                 tmp_path / (f"run{node}" if len(set(tokens)) > 1 else "run"),
             ],
             log=tmp_path / f"node{node}",
-            env={"ODYSSEY_TOKEN": token},
+            env={"ODYSSEY_TOKEN": token, "SLURMD_NODENAME": f"gpu{node}"},
         )
         for node, token in enumerate(tokens)
     ]
@@ -67,6 +67,9 @@ def test_a_rank_of_the_other_node_dies(nodes, tmp_path):
     assert committed(tmp_path) == dict.fromkeys((0, 1, 2), STEPS)
     (found,) = events(tmp_path / "run", "failure_detected")
     assert found["dead"] == [3]
+    # By Slurm's names for the nodes, as they stand in "exclude them from the next job".
+    hosts = {one["target"]: one["host"] for one in events(tmp_path / "run", "rank_started")}
+    assert hosts == {0: "gpu0", 1: "gpu0", 2: "gpu1", 3: "gpu1"}
 
 
 def test_the_other_agent_is_killed_with_its_ranks(nodes, tmp_path):

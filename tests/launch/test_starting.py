@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, ControlPlaneLost
@@ -19,7 +22,15 @@ from odyssey_megatron.launch.starting import Starting
 from tests.launch.toy import posted_job
 
 JOB, PROFILE = posted_job(pipeline=2, steps=3)
-DIGEST = hashlib.sha256(to_json({"job": to_json(JOB), "profile": PROFILE}).encode()).hexdigest()
+SETTINGS = {"lr": "0.01", "seed": "1"}
+
+
+def posted(job: JobSpec = JOB, **settings: str) -> str:
+    """What a rank posts."""
+    return to_json({"job": to_json(job), "profile": PROFILE, "settings": SETTINGS | settings})
+
+
+DIGEST = hashlib.sha256(posted().encode()).hexdigest()
 ALONE = SimpleNamespace(newer_than=lambda number: False)
 
 
@@ -48,15 +59,31 @@ def test_a_rank_of_many_asks_for_the_others_jobs_at_once(ranks, monkeypatch):
             return method(*args, **named)
 
         monkeypatch.setattr(Control, name, counted)
-    first.post_job(JOB, PROFILE)
+    first.post_job(JOB, PROFILE, SETTINGS)
     assert len(calls) < 15, calls
 
 
-def test_whose_jobs_differ_is_said(ranks):
-    count = 600
+def test_whose_jobs_differ_is_said(ranks, connect):
+    """And in what: otherwise replicas would train with two learning rates, and nothing would say so."""
+    count, other = 600, posted(replace(JOB, train_steps=9), lr="0.003")
     first = ranks(count, dict.fromkeys(range(1, count), DIGEST) | {7: "other", 555: "other"})
-    with pytest.raises(ConfigError, match=r"profile of rank\(s\) \[7, 555\] differ from those of rank 0"):
-        first.post_job(JOB, PROFILE)
+    connect().put(keys.OTHER_JOB, other)  # by rank 7
+    said = r"on rank\(s\) \[7, 555\] and on rank 0 lr is 0.003 and 0.01, train_steps is 9 and 3\. Use"
+    with pytest.raises(ConfigError, match=said):
+        first.post_job(JOB, PROFILE, SETTINGS)
+
+
+def test_a_process_with_other_settings_does_not_join(ranks, connect):
+    ranks(1, {}).post_job(JOB, PROFILE, SETTINGS)
+    for settings, said in (
+        (SETTINGS, None),
+        (SETTINGS | {"lr": "0.003"}, "here and there lr is 0.003 and 0.01"),
+    ):
+        fresh = Starting(
+            rank=0, world_size=1, incarnation=1, control=connect(), watch=ALONE, timeout_s=5.0
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+            fresh.post_job(JOB, PROFILE, settings)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +95,7 @@ def test_ranks_that_do_not_come_are_named(ranks, there, missing):
     with pytest.raises(
         ControlPlaneLost, match=rf"rank 0 waited 0.3 s, but rank\(s\) {missing} have not said"
     ):
-        first.post_job(JOB, PROFILE)
+        first.post_job(JOB, PROFILE, SETTINGS)
 
 
 def test_a_barrier_is_waited_for_once(ranks, monkeypatch):

@@ -45,6 +45,7 @@ from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LearningRate, schedule_refused
 from odyssey_megatron.mcore.model.stage import OwnStage
 from odyssey_megatron.mcore.plugin import Session
+from odyssey_megatron.mcore.settings import settings_of
 from odyssey_megatron.plan.groups import WORLD
 from odyssey_megatron.recover import Recovery
 from odyssey_megatron.upstream import compat, refusals, seam_table, seams
@@ -259,7 +260,8 @@ class Door:
         model.microbatches.balance = arguments.balance_of(
             args, whole, self._config, places=job.num_microbatches
         )
-        self._session.post(job, arguments.profile_of(args, whole, self._config))
+        settings = settings_of(model.spec.optimizer_config, schedule, args.seed)
+        self._session.post(job, arguments.profile_of(args, whole, self._config), settings)
         work = self._work = self._enter(model)
         args.iteration = args.num_floating_point_operations_so_far = 0
         start = self._started(work, optimizer, scheduler, context)
