@@ -62,7 +62,7 @@ def _beside(score: float, best: float) -> str:
     """Return ``score`` relative to ``best``, in words. Scores are negative where the next failure would cost more than
     can be gained.
     """
-    if best <= 0:
+    if best <= 0 or score < 0:
         return f"score {score:,.0f}"
     return f"{abs(1 - score / best):.1%} {'fewer' if score <= best else 'more'} tokens"
 

@@ -16,6 +16,7 @@ from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.measured import Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.policy.reasons import lost_to
 from odyssey_megatron.policy.score import START_S, restart_cost_s
 from odyssey_megatron.policy.table import candidates_table
 from tests.plan.samples import preset_profile
@@ -75,6 +76,15 @@ def test_with_redundancy_auto_a_single_pipeline_may_have_shadows():
     assert min(map(len, dear.best.layout.holders)) == 2
     assert dear.candidates[0].next_loss == 0.0
     verify(dear.best.layout, dear.plan.schedule)
+
+
+def test_a_score_below_zero_is_no_share_of_another():
+    """It said 124.4% fewer tokens."""
+    chosen = decided().best
+    assert lost_to(replace(chosen, score=-0.244 * chosen.score), chosen).endswith(
+        f"score {-0.244 * chosen.score:,.0f}"
+    )
+    assert lost_to(replace(chosen, score=0.9 * chosen.score), chosen).endswith("10.0% fewer tokens")
 
 
 def test_what_the_next_loss_costs_is_what_the_score_lacks():
