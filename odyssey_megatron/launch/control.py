@@ -27,6 +27,10 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.errors import ControlPlaneLost
 from odyssey_megatron.launch.lost_host import give_up_on_host
 
+_ATTEMPTS = 3
+"""How often to connect within the limit. torch's client was seen to be stuck in one attempt, though the store listened
+and others were connected to it.
+"""
 EVENTS = "events"
 """Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
 JOB = "job"
@@ -224,12 +228,16 @@ class Control:
             timeout_s: The limit for connecting.
             lease_s: A wait also ends if the store's host has not answered for this time and a little more.
         """
-        try:
-            store = dist.TCPStore(
-                host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False
-            )
-        except dist.DistError as error:
-            raise ControlPlaneLost(f"no store at {host}:{port} within {timeout_s} s: {error}") from error
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                store = dist.TCPStore(
+                    host, port, None, False, timedelta(seconds=timeout_s / _ATTEMPTS), wait_for_workers=False
+                )
+                break
+            except dist.DistError as error:
+                if not left:
+                    what = f"no store at {host}:{port} within {timeout_s} s: {error}"
+                    raise ControlPlaneLost(what) from error
         store.set_timeout(_IDLE_TIMEOUT)
         give_up_on_host(port, lease_s)
         return cls(store, token, writer=writer, incarnation=incarnation)

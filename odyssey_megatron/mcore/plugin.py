@@ -232,7 +232,8 @@ class Session:
                 "squared_lengths, or leave the flag out."
             )
         spec = self._job_spec(job)
-        settings = settings_of(job.model.optimizer_config, job.scheduler, job.model.seed)
+        configs = job.model.config, job.model.optimizer_config
+        settings = settings_of(*configs, job.scheduler, seed=job.model.seed)
         self.post(spec, self._profile(job), settings)
         own = self.member.cell(spec)
         if self.member.joins and own.full > 1:

@@ -260,7 +260,7 @@ class Door:
         model.microbatches.balance = arguments.balance_of(
             args, whole, self._config, places=job.num_microbatches
         )
-        settings = settings_of(model.spec.optimizer_config, schedule, args.seed)
+        settings = settings_of(args, model.spec.optimizer_config, schedule)
         self._session.post(job, arguments.profile_of(args, whole, self._config), settings)
         work = self._work = self._enter(model)
         args.iteration = args.num_floating_point_operations_so_far = 0
