@@ -197,10 +197,16 @@ def test_the_last_holder_of_a_layer(toy, tmp_path):
 
 
 def test_all_ranks_are_killed(toy, tmp_path):
-    inject = ";".join(f"rank={rank},step=5,at=forward" for rank in range(4))
-    job = toy(4, "--steps", 20, "--odyssey-inject", inject)
+    """From outside, so that none is told of the others' deaths and ends before its own."""
+    job = toy(4, "--steps", 1000)
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 20, "all ranks in their groups")
+    pids = [pid_of(tmp_path / "run", rank) for rank in range(4)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     assert job.wait(30) == 93, job.log()
-    assert sorted(e["rank"] for e in events(tmp_path / "run", "injected")) == [0, 1, 2, 3]
+    codes = {code for e in events(tmp_path / "run", "failure_detected") for code in e["code"]}
+    assert codes == {-9}, job.log()
+    assert not any(map(is_running, pids))
 
 
 def test_a_rank_that_fails_by_itself_is_a_death_like_any_other(toy, tmp_path):
