@@ -43,12 +43,15 @@ def left_of(
         home: the healthy job's.
     """
     job, gpus, sizes = scenario.job, scenario.gpus_per_node, dict[int, int]()
+    is_off = scenario.config.shrink == "off"
     for node in sorted({rank // gpus for rank in killed}):
         slots = {rank: rank % gpus for rank in range(node * gpus, (node + 1) * gpus)}
         lost = [rank % gpus for rank in killed if rank // gpus == node]
-        sizes |= left_of_cells(slots, lost, job.cell_sizes)
+        sizes |= left_of_cells(slots, lost, (job.cell_size,) if is_off else job.cell_sizes)
     here = {worker: size for worker, size in sizes.items() if size}
     why = job.whole_cells_only or job.whole_shards_only or job.even_gangs_only
+    if is_off:
+        why = "--odyssey-shrink off"
     if job.cell_size > gpus:
         why = "cells of ranks on several nodes do not go on with fewer"
     if not here:

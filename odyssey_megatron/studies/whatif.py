@@ -398,8 +398,6 @@ def smaller_text(answer: WhatIf) -> str:
     found, size = answer.smaller, answer.scenario.job.cell_size
     if found is None:
         return ""
-    if answer.scenario.config.shrink == "off":
-        return "what is left of broken cells stands by: --odyssey-shrink off"
     if not found.sizes:
         return f"what is left of broken cells stands by: {found.why or 'too few ranks are left'}"
     cells = "; ".join(f"worker {worker} with {left} of {size} GPUs" for worker, left in found.sizes.items())
@@ -412,7 +410,7 @@ def smaller_text(answer: WhatIf) -> str:
 
 def _smaller_lines(answer: WhatIf, width: int) -> list[str]:
     text, plan = smaller_text(answer), answer.smaller and answer.smaller.plan
-    if not text or not plan or answer.scenario.config.shrink == "off":
+    if not plan:
         return [text] if text else []
     return [text, summary("then", plan, answer.scenario), *_grid(answer, plan, width)]
 

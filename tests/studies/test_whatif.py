@@ -97,6 +97,14 @@ def test_why_what_is_left_of_cells_stands_by(capsys, flags, why):
     assert f"what is left of broken cells stands by: {why}" in capsys.readouterr().out
 
 
+def test_with_shrinking_off_nothing_rests_on_smaller_cells(capsys):
+    """The page and the JSON drew a plan with one, and a flag was recommended for what it would gain."""
+    job = "--model qwen3-30b-a3b --expert-model-parallel-size 8 --pipeline-model-parallel-size 2 --kill 0:3"
+    assert main_plan([*job.split(), "--odyssey-shrink", "off", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["smaller"]
+    assert found == {"sizes": {}, "stands_by": "--odyssey-shrink off", "plan": None}
+
+
 def test_a_profile_is_of_the_very_model(capsys, tmp_path):
     """It alone does not say how long sequences are."""
     profile = str(tmp_path / "profile.json")
