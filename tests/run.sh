@@ -5,6 +5,13 @@ checkout="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$checkout/examples/llama/setup.sh" requirements-test.txt
 
 cd "$checkout"
+# Transformer Engine's Python modules, in a folder of their own: only tests that bring kernels for them look there.
+_te="$(<tests/te/requirements.txt)"
+_folder="$(python -c 'import sys; print(sys.prefix)')/$_te"
+if [[ ! -d "$_folder" ]]; then
+  python -m pip install -qq --disable-pip-version-check --no-deps --target "$_folder.unfinished" "$_te"
+  mv "$_folder.unfinished" "$_folder"
+fi
 # All of them two at a time, file by file: half of what a job of a test takes is waiting.
 [ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
 echo "== pytest $*"

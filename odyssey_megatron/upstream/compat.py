@@ -31,6 +31,16 @@ def check_version() -> str:
     return found
 
 
+def use_torch_optimizers() -> None:
+    """Make Megatron's optimizers torch's, also where Transformer Engine or apex is installed (core_v0.16.1
+    core/optimizer/__init__.py, lines 12 to 34).
+    """
+    from megatron.core import optimizer
+
+    optimizer.Adam, optimizer.SGD = optimizer.CPUAdam, optimizer.CPUSGD
+    optimizer.USING_PYTORCH_OPTIMIZER = True
+
+
 def transformer_engine_is(least: str) -> bool:
     """Whether Transformer Engine is installed in version ``least`` or newer (core_v0.16.1 core/utils.py, line 312)."""
     from megatron.core import utils

@@ -6,7 +6,6 @@ of the configuration that Megatron has made.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -92,7 +91,6 @@ def kept_whole(
     optimizer: str = "adam",
     is_packed: bool = False,
     is_hybrid: bool = False,
-    has_te: bool | None = None,
 ) -> Kept:
     """Why a cell of this model, with Megatron's ``config``, cannot become smaller.
 
@@ -100,15 +98,8 @@ def kept_whole(
         optimizer: Megatron's name of it.
         is_packed: see ``ModelSpec``.
         is_hybrid: whether its layers are of several kinds.
-        has_te: whether Transformer Engine is installed where the job runs; None: whether it is here.
     """
     whole, shards = _first(_KEPT_WHOLE, config), _first(_SHARDS_KEPT, config)
-    if has_te is None:
-        has_te = importlib.util.find_spec("transformer_engine") is not None
-    # Megatron's own layer specs do not look at ``transformer_impl``, whose default is Transformer Engine even where it
-    # is not installed.
-    if has_te and config.transformer_impl != "local":
-        shards = "its layers may be Transformer Engine's (transformer_impl is not local)"
     has_lanes = _has_gangs(config) and config.context_parallel_size == 1
     if not whole and not has_lanes:
         whole = "its sequences are packed" if is_packed else _first(_SEQUENCES_KEPT, config)
@@ -154,7 +145,7 @@ def _first(reasons: _Reasons, config: Any) -> str:
 
 
 def of_flags(given: Mapping[str, Any]) -> Kept:
-    """:func:`kept_whole` by the flags of a launch line, where Transformer Engine is installed.
+    """:func:`kept_whole` by the flags of a launch line.
 
     Flags that are missing have the defaults of megatron core_v0.16.1 training/arguments.py.
 
@@ -175,7 +166,6 @@ def of_flags(given: Mapping[str, Any]) -> Kept:
         optimizer=str(given.get("optimizer") or "adam"),
         is_packed=bool({"sft", "dataloader_inter_document_masking"} & has),
         is_hybrid=bool({"hybrid_layer_pattern", "hybrid_override_pattern"} & has),
-        has_te=True,
     )
 
 
@@ -190,7 +180,6 @@ _SWITCHES = (
 )
 _WORDS = {
     "fp8": None,
-    "transformer_impl": "transformer_engine",
     "softmax_type": "vanilla",
     "moe_token_dispatcher_type": "allgather",
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def numbers(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     inner, _, cut = name.partition("[")
     start, stop = map(int, cut[:-1].split(":"))
     return tensors[inner].reshape(-1)[start:stop]
+
+
+def names_in(state: Any) -> Iterator[str]:
+    """Of all that dictionaries in ``state`` have."""
+    if isinstance(state, dict):
+        yield from state
+    for one in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        yield from names_in(one)
 
 
 class Rank:
@@ -200,6 +209,8 @@ class Rank:
         state = block.model.module.sharded_state_dict(prefix="", metadata=metadata)
         view = checkpoint.OptimizerView(self.model, self.groups, Saved())
         found = {"model": state, "optimizer": view.sharded_state_dict(state, metadata=metadata)}
+        kind = self.model.spec.optimizer_config.optimizer
+        assert kind == "sgd" or {"step", "common_step"} & {*names_in(found["optimizer"])}, "Adam goes by it"
         apply_factories(found)
         tensors = [one for one in nested_values(found) if isinstance(one, ShardedTensor)]
         return {

@@ -100,7 +100,7 @@ def test_why_cells_are_kept_whole(megatron, changes, why):
     found = smaller.kept_whole(config).whole
     assert why in found
     assert bool(found) == bool(why)
-    of_flags = smaller.of_flags({**flags, "transformer_impl": "local"})
+    of_flags = smaller.of_flags(flags)
     assert of_flags.whole == found, "without Megatron"
 
 

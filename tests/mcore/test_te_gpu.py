@@ -27,10 +27,11 @@ SAME = {"rtol": 1e-5, "atol": 1e-6}
 @pytest.fixture
 def te() -> Any:
     """``transformer_engine.pytorch``."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    if hasattr(torch, "_odyssey_cpu_device"):
-        pytest.skip("an earlier test has redirected torch.cuda to the CPU: run with -m gpu")
+    if "tests.te.on_cpu" not in sys.modules:
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        if hasattr(torch, "_odyssey_cpu_device"):
+            pytest.skip("an earlier test has redirected torch.cuda to the CPU: run with -m gpu")
     try:
         import transformer_engine.pytorch
     except (ImportError, RuntimeError) as error:
@@ -132,6 +133,15 @@ def test_a_buffer_that_is_replaced_behind_the_forward_gets_the_gradient(te):
     loss.backward()
     assert not old.any()
     assert model[1].weight.main_grad.any()
+
+
+def test_types_without_kernels_are_refused(te, monkeypatch):
+    from odyssey_megatron.errors import ConfigError
+    from odyssey_megatron.mcore.model.te import split
+
+    monkeypatch.delitem(te.constants.TE_DType, torch.float64, raising=False)
+    with pytest.raises(ConfigError, match=r"no kernels for torch.float64.*--transformer-impl local"):
+        split(te.Linear(8, 8, params_dtype=torch.float64), SimpleNamespace())
 
 
 @pytest.fixture

@@ -14,12 +14,15 @@ from odyssey_megatron.mcore import cpu_device
 
 
 def load_without_apex() -> None:
-    """Megatron's distributed optimizer cannot load with torch's Adam, which it takes where there is neither Apex nor
-    Transformer Engine: it asks for states before there are any, writes to float32 parameters as if it were training,
-    and loads no counters of steps.
+    """Megatron's distributed optimizer writes to float32 parameters, when it loads, as if it were training. With
+    torch's Adam, which it takes where there is neither Apex nor Transformer Engine, it also asks for states before
+    there are any, and loads no counters of steps.
     """
     import torch
+    from megatron.core import optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    is_torch_s = optimizer.USING_PYTORCH_OPTIMIZER
 
     state_dict, load_state_dict = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
     fill = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -31,14 +34,15 @@ def load_without_apex() -> None:
 
     def fill_but_counters(self: Any, parameter: Any, tensors: Any) -> None:
         with torch.no_grad():
-            fill(self, parameter, {"step": torch.zeros(()), **tensors})
+            fill(self, parameter, {"step": torch.zeros(()), **tensors} if is_torch_s else tensors)
 
     def with_counters(self: Any, loaded: Any) -> None:
         load_state_dict(self, loaded)
         for one in self.optimizer.state.values():
             one["step"] = torch.tensor(float(loaded["optimizer"]["param_groups"][0]["step"]))
 
-    DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict = with_states, with_counters
+    if is_torch_s:
+        DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict = with_states, with_counters
     DistributedOptimizer._set_main_param_and_optimizer_states = fill_but_counters
 
 

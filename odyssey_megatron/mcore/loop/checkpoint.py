@@ -27,7 +27,7 @@ from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.flat import Cut
 from odyssey_megatron.mcore.model.layers import LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
-from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, pairs, settings_of, take_over
+from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, count_steps, pairs, settings_of, take_over
 from odyssey_megatron.plan.slices import EVERYTHING
 from odyssey_megatron.upstream import compat
 
@@ -277,6 +277,8 @@ class OptimizerView:
         for one in parts:
             one.init_state_fn = lambda *unused: None  # the state exists; Megatron cannot create SGD's
             one.grad_scaler = self._model.loss_scale.scaler
+            if one.optimizer is not None:
+                count_steps(one.optimizer)
         take_over(whole.param_groups, spec.loaded_groups)
         if self._model.learning_rate is not None:
             self._model.learning_rate.set(

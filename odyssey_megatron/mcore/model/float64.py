@@ -10,6 +10,8 @@ Found by reading megatron core_v0.16.1 on the path of a local-spec GPTModel:
   (``layers.py``).
 - ``pretrain_gpt.py`` sums the losses of a microbatch with ``.float()``: here ``Tensor.float`` leaves float64 tensors as
   they are.
+- ``optimizer/__init__.py`` takes Transformer Engine's or apex's Adam where one is installed; neither steps float64:
+  torch's is taken here, as where neither is installed.
 - ``optimizer/clip_grads.py`` accepts float32 gradients only and sums the norm in float32: not used, see
   ``optimizer.py``.
 """
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from odyssey_megatron.upstream import seams
+from odyssey_megatron.upstream import compat, seams
 from odyssey_megatron.upstream.seam_table import CALCULATE_LOGITS_MAX
 
 
@@ -31,6 +33,7 @@ def install() -> None:
     """
     if seams.is_applied(CALCULATE_LOGITS_MAX):
         return
+    compat.use_torch_optimizers()
     original = seams.original(CALCULATE_LOGITS_MAX)
 
     def calculate_logits_max(vocab_parallel_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

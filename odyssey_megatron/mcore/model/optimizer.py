@@ -331,26 +331,44 @@ def _create_state(inner: torch.optim.Optimizer, moments: Mapping[str, torch.dtyp
     """
     for group in inner.param_groups:
         for dtype, device in {(one.dtype, one.device) for one in group["params"]}:
-            parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype, device=device))
-            parameter.grad = torch.zeros_like(parameter)
-            tried = object.__new__(type(inner))
-            tried.__dict__.update(inner.__dict__)
-            tried.param_groups, tried.state = [{**group, "params": [parameter]}], defaultdict(dict)
-            tried.step()
-            kept = tried.state[parameter]
-            counted = (
-                {"step": 0} if "step" in tried.param_groups[0] else {}
-            )  # TE and Apex count once for all parameters
-            group.update(counted)
+            kept = _tried(inner, group, dtype, device)[1]
             for one in group["params"]:
                 if (one.dtype, one.device) == (dtype, device):
                     inner.state[one] = {
                         name: torch.zeros_like(one, dtype=moments.get(name, value.dtype))
-                        if value.shape == parameter.shape
+                        if len(value.shape) == 2
                         else torch.zeros_like(value)
                         for name, value in kept.items()
                         if value is not None
                     }
+    count_steps(inner)
+
+
+def count_steps(inner: torch.optim.Optimizer) -> None:
+    """Have the parameter groups of ``inner`` count their steps, from 0 on, if it is of a class that counts there (those
+    of TE and apex) and not with each parameter. A new optimizer begins to in its first step.
+    """
+    for group in inner.param_groups:
+        counts, _ = _tried(inner, group, torch.float32, torch.device(torch.cuda.current_device()))
+        if counts:
+            group.setdefault("step", 0)
+
+
+def _tried(
+    inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[bool, dict[str, torch.Tensor]]:
+    """What a step of ``inner`` does to a parameter of four numbers, [2, 2], with the settings of ``group``.
+
+    Returns:
+        Whether the group then counts steps, and what is kept of the parameter.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    tried = object.__new__(type(inner))
+    tried.__dict__.update(inner.__dict__)
+    tried.param_groups, tried.state = [{**group, "params": [parameter]}], defaultdict(dict)
+    tried.step()
+    return "step" in tried.param_groups[0], tried.state[parameter]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

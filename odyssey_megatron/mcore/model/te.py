@@ -1,6 +1,7 @@
 """Transformer Engine's layers: gradients that always accumulate, weight gradients apart from input gradients, and fp8.
 
-Written against the sources of Transformer Engine 2.3 to 2.18; no GPU has run it.
+Written against the sources of Transformer Engine 2.3 to 2.18. Its Python modules of 2.9 run it in ``tests/te``, on a
+CPU; no GPU has.
 
 **Accumulating.** Megatron's wrappers pass ``is_first_microbatch`` to TE: True for the first forward of a module
 (core_v0.16.1 core/extensions/transformer_engine.py, lines 515 and 671; the same in core_v0.19.0). Where gradient
@@ -106,15 +107,21 @@ def split(module: torch.nn.Module, config: Any) -> None:
     """Make TE's linear layers in ``module`` leave their weight gradients for later, where :func:`why_whole` is None.
 
     Raises:
-        ConfigError: this version of TE would lose gradients in a recovery.
+        ConfigError: this version of TE would lose gradients in a recovery; or it cannot compute in the weights' type.
     """
     try:
         from transformer_engine.pytorch import LayerNormLinear, Linear
+        from transformer_engine.pytorch.constants import TE_DType
     except ImportError:
         return
     for linear in module.modules():
         if not isinstance(linear, (Linear, LayerNormLinear)):
             continue
+        if linear.weight.dtype not in TE_DType:
+            raise ConfigError(
+                f"transformer-engine has no kernels for {linear.weight.dtype}, in which --odyssey-float64 on trains. "
+                "Add --transformer-impl local, or leave it out."
+            )
         fused = bool(linear.fuse_wgrad_accumulation)
         if fused and not compat.transformer_engine_is(READS_LATE):
             raise ConfigError(

@@ -1,0 +1,38 @@
+"""The tests of Transformer Engine's layers that GPUs run, and cells of such layers: its own modules, on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.e2e.jobs import cases_of
+from tests.launch.jobserver import CHECKOUT
+from tests.mcore.forked import printed
+from tests.mcore.test_parts import CASES
+
+ALWAYS = "biases", "sequence parallel", "16 bits", "gangs", "uneven gangs"
+
+
+def test_what_gpus_run():
+    """Without fp8, which has no kernels on a CPU."""
+    command = "-m pytest -q -p tests.te.on_cpu -m gpu tests/mcore/test_te_gpu.py".split()
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=CHECKOUT, capture_output=True, text=True, timeout=200
+    )
+    assert "8 passed, 3 skipped" in ran.stdout, ran.stdout[-4000:]
+
+
+@pytest.fixture(scope="module")
+def passed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> str:
+    """What ``tests/te/cell.py`` prints of the cases that are asked for."""
+    asked = {name for item in request.session.items for name in CASES if item.name.endswith(f"[{name}]")}
+    wanted = {name: case for name, case in CASES.items() if name in asked}
+    return printed("tests.te.cell", tmp_path_factory.mktemp("cells"), wanted)
+
+
+@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
+def test_several_ranks_are_one(passed, case):
+    assert f"{case}: ok" in passed.splitlines()
