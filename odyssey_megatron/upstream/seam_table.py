@@ -348,12 +348,6 @@ ROLL_TENSOR = Seam(
     signatures={"0.16": "tensor shifts dims cp_group packed_seq_params"},
     only_if="--mtp-num-layers with --context-parallel-size",
 )
-SHARDED_EXPERTS = Seam(
-    target="megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict",
-    why="where ranks have not equally many experts these have their own numbers in a checkpoint",
-    signatures={"0.16": "self prefix sharded_offsets metadata"},
-    only_if="--num-experts over ranks that do not divide them",
-)
 INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = Seam(
     target="megatron.core.parallel_state:_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
     why=_GLOBAL,

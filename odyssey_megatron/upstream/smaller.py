@@ -65,7 +65,6 @@ _EVEN_GANGS: _Reasons = (
     # Of ranks without a lane in a turn these see what no router has chosen.
     ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
     ("it logs, or clips by, attention logits", lambda config: _looks_at_logits(config)),
-    ("it permutes tokens in one kernel", lambda config: getattr(config, "moe_permute_fusion", False)),
 )
 
 
@@ -125,8 +124,6 @@ def why_even(config: Any) -> str:
     """The setting that requires the same number of experts on all ranks of a gang; empty: none does."""
     if config.moe_pad_expert_input_to_capacity:
         return "experts that are filled up to their capacity (moe_pad_expert_input_to_capacity)"
-    if config.moe_grouped_gemm:
-        return "the experts of a rank as one module (moe_grouped_gemm)"
     if config.moe_token_dispatcher_type not in ("allgather", "alltoall"):
         return f"moe_token_dispatcher_type {config.moe_token_dispatcher_type}"
     return ""
@@ -171,10 +168,8 @@ def of_flags(given: Mapping[str, Any]) -> Kept:
 
 _SWITCHES = (
     "multi_latent_attention",
-    "moe_grouped_gemm",
     "moe_use_legacy_grouped_gemm",
     "moe_pad_expert_input_to_capacity",
-    "moe_permute_fusion",
     "log_max_attention_logit",
     "qk_clip",
 )

@@ -53,15 +53,14 @@ def test_experts_that_ranks_do_not_divide(passed, case):
     ("changes", "why"),
     [
         ({"moe_pad_expert_input_to_capacity": True}, "filled up to their capacity"),
-        ({"moe_grouped_gemm": True}, "as one module"),
         ({"moe_token_dispatcher_type": "flex"}, "flex"),
     ],
 )
 def test_what_takes_equally_many_is_refused_before_anything_is_built(changes, why):
     from odyssey_megatron.mcore.model import slots
 
-    plain = {"moe_pad_expert_input_to_capacity": False, "moe_grouped_gemm": False}
-    config = SimpleNamespace(num_moe_experts=8, moe_token_dispatcher_type="alltoall", **plain)
+    plain = {"moe_pad_expert_input_to_capacity": False, "moe_token_dispatcher_type": "alltoall"}
+    config = SimpleNamespace(num_moe_experts=8, **plain)
     groups = SimpleNamespace(ep=SimpleNamespace(size=lambda: 3))
     assert not smaller.why_even(config)
     vars(config).update(changes)

@@ -65,8 +65,19 @@ class Case:
     """That a CPU lacks."""
 
 
-def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
-    """(flags, ranks, stages) of a small job with all that the case with ``args`` asks for."""
+WITH_TRANSFORMER_ENGINE = " --".join(
+    one
+    for one in ON_A_CPU.split(" --")
+    if one not in ("--transformer-impl local", "no-gradient-accumulation-fusion", "no-rope-fusion")
+)
+"""The same where there is one (``tests/te``)."""
+STILL_NEEDS = {
+    flag: what for flag, what in NEEDS.items() if what != "Transformer Engine" or flag == "--fp8-format"
+} | {"--moe-router-fusion": "a fused kernel"}
+
+
+def shrunk(args: Mapping[str, Any], on_a_cpu: str = ON_A_CPU) -> tuple[str, int, int]:
+    """(flags, ranks, stages) of a small job with all that the case with ``args`` asks for, and what it needs here."""
     stages, tensor = (args.get(f"--{kind}-model-parallel-size", 1) for kind in ("pipeline", "tensor"))
     tensor *= args.get("--context-parallel-size", 1)
     small = {flag: value for flag, value in args.items() if flag not in ELSEWHERE}
@@ -98,7 +109,7 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
         small["--no-overlap-p2p-communication"] = True
     words = case_flags({"args": dict(sorted(small.items()))})
     given = {word for word in words if word.startswith("--")}
-    usual = [one for one in ON_A_CPU.split(" --") if f"--{one.removeprefix('--').split()[0]}" not in given]
+    usual = [one for one in on_a_cpu.split(" --") if f"--{one.removeprefix('--').split()[0]}" not in given]
     return (
         " ".join([*words, *(f"--{one.removeprefix('--')}" for one in usual)]),
         stages * tensor * replicas,
@@ -106,16 +117,23 @@ def shrunk(args: Mapping[str, Any]) -> tuple[str, int, int]:
     )
 
 
-def distinct(path: Path, version: str) -> list[Case]:
-    """Of the cases in ``path`` that start under ``--odyssey``, each combination of flags once."""
+def distinct(
+    path: Path, version: str, *, needed: Mapping[str, str] = NEEDS, on_a_cpu: str = ON_A_CPU
+) -> list[Case]:
+    """Of the cases in ``path`` that start under ``--odyssey``, each combination of flags once.
+
+    Args:
+        needed: flag -> what it needs that there is not.
+        on_a_cpu: further flags of all of them.
+    """
     found: dict[tuple[str, int, int, str, str], list[str]] = defaultdict(list)
     for case in json.loads(path.read_text())["cases"]:
         verdict = judged(case_flags(case), version)
         if verdict.refused or verdict.unknown:
             continue
-        needs = next((what for flag, what in NEEDS.items() if flag in case["args"]), "")
+        needs = next((what for flag, what in needed.items() if flag in case["args"]), "")
         script = "pretrain_mamba.py" if case["family"] == "hybrid" else SCRIPT
-        found[(*shrunk(case["args"]), script, needs)].append(case["name"])
+        found[(*shrunk(case["args"], on_a_cpu), script, needs)].append(case["name"])
     return [
         Case(names=tuple(names), flags=flags, ranks=ranks, stages=stages, script=script, needs=needs)
         for (flags, ranks, stages, script, needs), names in found.items()

@@ -41,6 +41,6 @@ def megatron_jobs(megatron_lm: Path, tmp_path_factory: pytest.TempPathFactory) -
     """Of unmodified Megatron-LM."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEGATRON_LM_PATH", str(megatron_lm))
-        server = JobServer.start(["tests.te.on_cpu", "tests.megatron_lm.preload"])
+        server = JobServer.start(["tests.te.offered", "tests.megatron_lm.preload"])
     yield MegatronJobs(server, tmp_path_factory.mktemp("te-megatron-lm"), megatron_lm)
     server.close()

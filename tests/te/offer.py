@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.te import kernels, kinds
+from tests.te import kernels, kinds, permutation
 
 FOLDER = Path(sys.prefix) / (Path(__file__).parent / "requirements.txt").read_text().strip()
 """Where ``tests/run.sh`` puts Transformer Engine's Python modules: apart, since all other tests go without."""
@@ -71,6 +71,13 @@ class _Finder(importlib.machinery.PathFinder):
         return spec
 
 
+def _fill(module: types.ModuleType, given: types.ModuleType) -> None:
+    """Give ``module`` all names of ``given``. Autograd does not see into its functions, as it does not into kernels."""
+    for name, value in vars(given).items():
+        if not name.startswith("_"):
+            setattr(module, name, torch.no_grad()(value) if inspect.isfunction(value) else value)
+
+
 def offer() -> None:
     """Import ``transformer_engine.pytorch`` on top of :mod:`tests.te.kernels`; a second call does nothing."""
     if EXTENSION in sys.modules:
@@ -81,12 +88,12 @@ def offer() -> None:
     sys.modules[f"{below}triton"] = types.ModuleType(f"{below}triton")
     for name in _OF_TRITON_AND_ONNX:
         sys.modules[below + name] = _Absent(below + name)
+    _fill(sys.modules[f"{below}triton.permutation"], permutation)
     apex = sys.modules[APEX] = types.ModuleType(APEX)
     apex.wgrad_gemm_accum_fp32 = apex.wgrad_gemm_accum_fp16 = kernels.wgrad_gemm_accum  # type: ignore[attr-defined]
     extension = sys.modules[EXTENSION] = _Absent(EXTENSION)
-    for name, value in [*vars(kinds).items(), *vars(kernels).items()]:
-        if not name.startswith("_"):  # autograd does not see into the extension
-            setattr(extension, name, torch.no_grad()(value) if inspect.isfunction(value) else value)
+    _fill(extension, kinds)
+    _fill(extension, kernels)
     without = {
         "NVTE_PROJECT_BUILDING": "1",  # load neither cuDNN nor a library
         "NVTE_FRAMEWORK": "none",  # nor look for the extension

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from tests.e2e.jobs import ROUNDING, cases_of
-from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_checkpoints_there_and_back, assert_same_lines
+from tests.megatron_lm.jobs import (
+    FLOAT32,
+    FLOAT64,
+    MOCK,
+    assert_checkpoints_there_and_back,
+    assert_equal_checkpoints,
+    assert_same_lines,
+)
 from tests.megatron_lm.test_experts import DEEPSEEK, GANGS, MIXTRAL
+from tests.megatron_lm.test_shrinking import LOST, STEPS
 
 pytestmark = pytest.mark.timeout(500)
 WITHOUT = (
@@ -17,7 +25,7 @@ WITHOUT = (
 )
 """Flags of the other tests' model that Transformer Engine makes unnecessary: these jobs have Megatron's defaults."""
 CELLS = "--tensor-model-parallel-size 2 --sequence-parallel"
-GROUPED = "--moe-grouped-gemm"
+GROUPED = "--moe-grouped-gemm --moe-permute-fusion"
 KILL = "rank=0,step=1,at=backward;rank=3,step=3,at=reduce"
 WAYS: dict[str, tuple[int, int, str]] = {
     "defaults": (6, 2, ""),
@@ -52,6 +60,28 @@ def test_killed(megatron_jobs, name, way):
         plain = megatron_jobs.plain(f"{MOCK} {flags}", **how)
     run = megatron_jobs.odyssey(name, f"{MOCK} {flags}", inject=KILL, **how)
     assert_same_lines(run, plain, rel=ROUNDING if "bf16" in flags else FLOAT32)
+
+
+@pytest.mark.matrix
+def test_three_ranks_of_a_gang_go_on(megatron_jobs, name):
+    """Of four, with grouped experts; in float64 as if nothing had happened, checkpoints included."""
+    flags = (
+        f"{STEPS} {DEEPSEEK} {GROUPED} --expert-model-parallel-size 4 --global-batch-size 16 --moe-router-dtype fp64 "
+        "--moe-router-bias-update-rate 1e-3 --no-gradient-accumulation-fusion --no-rope-fusion --no-bias-swiglu-fusion"
+    )
+    folders = [megatron_jobs.folder / f"{name}-{one}" for one in ("whole", "ours")]
+    how: dict[str, Any] = {"ranks": 8, "stages": 1, "without": WITHOUT}
+    whole = megatron_jobs.odyssey(f"{name}-whole", f"{flags} --save {folders[0]}", **how)
+    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {folders[1]}"
+    inject = f"{LOST};rank=2,step=58,at=backward"
+    run = megatron_jobs.odyssey(name, ours, inject=inject, **how)
+    assert_same_lines(run, whole, rel=FLOAT64)
+    (shrunk,) = run.named("cell_shrinks")
+    assert (shrunk["ranks"], shrunk["whole"]) == ([4, 5, 6], 4)
+    begun = {event["generation"]: event for event in run.named("generation_started")}
+    assert [58] == [one["step"] for one in begun.values() if one["members"] == [4, 5, 6]], "it has all then"
+    for iteration in (30, 60, 90):
+        assert_equal_checkpoints(folders[1], folders[0], iteration)
 
 
 SAVED = {"whole": "", "slices": "--use-distributed-optimizer", "experts": f"{MIXTRAL} {GROUPED}"}

@@ -11,9 +11,21 @@ import pytest
 from tests.e2e.jobs import cases_of
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.forked import printed
-from tests.mcore.test_parts import CASES
+from tests.mcore.test_parts import CASES, EXPERTS
 
-ALWAYS = "biases", "sequence parallel", "16 bits", "gangs", "uneven gangs"
+GROUPED = EXPERTS | {"config.moe_grouped_gemm": True, "expert_model_parallel_size": 4}
+OF_GROUPS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "grouped gangs": ([4, 3, 2, 1], GROUPED | {"num_experts": 8, "config.moe_permute_fusion": True}),
+    "grouped gangs of twelve experts each": (
+        [4, 3],
+        GROUPED
+        | {"num_experts": 48, "moe_router_topk": 4, "moe_shared_expert_intermediate_size": None}
+        | {"config.add_bias_linear": True},
+    ),
+}
+"""Of these a rank has its experts in two products of several weights each (``--moe-grouped-gemm``)."""
+ALL = CASES | OF_GROUPS
+ALWAYS = "biases", "sequence parallel", "16 bits", "gangs", "uneven gangs", "grouped gangs"
 
 
 def test_what_gpus_run():
@@ -28,11 +40,11 @@ def test_what_gpus_run():
 @pytest.fixture(scope="module")
 def passed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> str:
     """What ``tests/te/cell.py`` prints of the cases that are asked for."""
-    asked = {name for item in request.session.items for name in CASES if item.name.endswith(f"[{name}]")}
-    wanted = {name: case for name, case in CASES.items() if name in asked}
+    asked = {name for item in request.session.items for name in ALL if item.name.endswith(f"[{name}]")}
+    wanted = {name: case for name, case in ALL.items() if name in asked}
     return printed("tests.te.cell", tmp_path_factory.mktemp("cells"), wanted)
 
 
-@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
+@pytest.mark.parametrize("case", cases_of(ALL, ALWAYS))
 def test_several_ranks_are_one(passed, case):
     assert f"{case}: ok" in passed.splitlines()

@@ -52,7 +52,7 @@ def is_spread(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-_OF_ONE = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
+_OF_ONE = re.compile(r"((.*\.experts\.(?:local_experts|linear_fc[12])\.)(?:weight|bias)?)(\d+)(.*)")
 """Matches the name of a parameter of one expert, or of its optimizer state: megatron core_v0.16.1
 transformer/moe/experts.py, ``SequentialMLP`` and ``TEGroupedMLP``.
 """
@@ -71,7 +71,7 @@ def in_whole(name: str, count: int, each: Each = ONE) -> tuple[int, str]:
         The number of the part that the expert is in, among those of this rank, and the parameter's name on a rank of a
         whole cell.
     """
-    before, number, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
+    before, _, number, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
     part, own = each.place_of(int(number), count)
     return part, f"{before}{own}{behind}"
 
@@ -80,8 +80,15 @@ def of_all_in_whole(name: str, count: int) -> list[str]:
     """The names, on a rank of a whole cell with ``count`` experts, of the parameters that are like that of this
     ``name`` of one of them.
     """
-    before, _, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
+    before, _, _, behind = _OF_ONE.fullmatch(name).groups()  # type: ignore[union-attr]
     return [f"{before}{own}{behind}" for own in range(count)]
+
+
+def home_of_all(name: str) -> str:
+    """The name of the module in which all parameters of an expert like that of this ``name`` are beside each other,
+    expert after expert: of ``SequentialMLP`` the list of experts, of ``TEGroupedMLP`` one of the two products.
+    """
+    return str(_OF_ONE.fullmatch(name).group(2))  # type: ignore[union-attr]
 
 
 def _check(config: TransformerConfig) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.shapes import ONE
-from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_one_rank
+from odyssey_megatron.mcore.model.experts import home_of_all, in_whole, is_spread, of_one_rank
 from odyssey_megatron.mcore.model.flat import Cut
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
 
@@ -140,14 +140,18 @@ class Parts:
 
     def of_run(self, block: LayerBlock, first: int, last: int, part: int) -> list[torch.Tensor]:
         """The gradients of the experts in ``part``, a run of them, of layers ``[first, last)`` of ``block``: 1-D, in
-        place. A whole gang beside an uneven one has no room planned for copies.
+        place, each of what lies together on every rank. A whole gang beside an uneven one has no room planned for
+        copies.
         """
         found = []
         for layer in block.inside(first, last):
-            ours, buffers = self.of_part(layer, part), dict[int, list[torch.Tensor]]()
-            for view in (main_grad(one) for one in layer.parameters() if id(one) in ours):
-                buffers.setdefault(view.untyped_storage().data_ptr(), []).append(view)
-            for views in buffers.values():
+            ours, together = self.of_part(layer, part), dict[tuple[int, str], list[torch.Tensor]]()
+            for name, one in layer.named_parameters():
+                if id(one) in ours:
+                    view = main_grad(one)
+                    place = view.untyped_storage().data_ptr(), home_of_all(name)
+                    together.setdefault(place, []).append(view)
+            for views in together.values():
                 low = min(one.storage_offset() for one in views)
                 high = max(one.storage_offset() + one.numel() for one in views)
                 assert high - low == sum(map(torch.Tensor.numel, views)), "another's gradients lie between"
@@ -217,4 +221,7 @@ def adapt(config: Any, cell: Cell) -> Any:
     config.context_parallel_size = cell.context
     if cell.context_each > 1:
         config.hierarchical_context_parallel_sizes = None
+    if cell.uneven:
+        # A rank without a lane in a turn sends no token anywhere, and the fused kernel makes room for all of them.
+        config.moe_permute_fusion = False
     return whole

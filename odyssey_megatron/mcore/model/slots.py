@@ -9,20 +9,20 @@ whole gang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from odyssey_megatron.cluster.slots import Slots
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.pinned import to_device
-from odyssey_megatron.upstream import compat, seams
-from odyssey_megatron.upstream.seam_table import SHARDED_EXPERTS
+from odyssey_megatron.upstream import compat
 from odyssey_megatron.upstream.smaller import why_even
 
 
@@ -73,39 +73,49 @@ def _into(slots: Slots) -> Any:
 def _keep(experts: Any, own: tuple[int, ...], of_all: int) -> None:
     """Keep only the first of ``experts``, which has one for each slot: these become the rank's ``own`` of ``of_all``
     experts, and have their numbers in checkpoints.
+
+    Raises:
+        ConfigError: for experts of another class than SequentialMLP and TEGroupedMLP.
     """
-    assert isinstance(experts, SequentialMLP), type(experts)
-    experts.local_experts = experts.local_experts[: len(own)]
-    experts.num_local_experts = len(own)
-    experts.sharded_state_dict = lambda *args, **kwargs: dict(_sharded(experts, own, of_all, *args, **kwargs))
+    count, ranks = len(own), _Ranks(own[0], of_all)
+    if isinstance(experts, SequentialMLP):
+        experts.local_experts = experts.local_experts[:count]
+    elif isinstance(experts, TEGroupedMLP):
+        for linear in (experts.linear_fc1, experts.linear_fc2):
+            for name in [
+                f"{kind}{number}" for number in range(count, linear.num_gemms) for kind in ("weight", "bias")
+            ]:
+                linear._parameters.pop(name, None)
+            linear.num_gemms = count
+            linear._pg_collection = copy.copy(linear._pg_collection)
+            linear._pg_collection.ep = ranks
+    else:
+        raise ConfigError(
+            f"the experts of a rank as a {type(experts).__name__} do not go with ranks that do not divide them. Use as "
+            "many ranks as divide them."
+        )
+    experts.num_local_experts, experts.ep_group = count, ranks
+    experts.register_forward_pre_hook(lambda module, given: (given[0], given[1][:count], *given[2:]))
 
 
 class _Ranks:
-    """A stand-in for Megatron's expert-parallel group with as many ranks as experts: Megatron derives an expert's
-    number in checkpoints from it.
+    """A stand-in for Megatron's expert-parallel group, from which Megatron derives the numbers of a rank's experts in
+    checkpoints: it multiplies the rank's number, and the number of ranks, by the number of experts that each has.
     """
 
-    def __init__(self, number: int, count: int):
-        self._number, self._count = number, count
+    def __init__(self, first: int, count: int):
+        """``first``: the number of the rank's first expert, of ``count``."""
+        self._first, self._count = _AsItIs(first), _AsItIs(count)
 
     def rank(self) -> int:
-        return self._number
+        return self._first
 
     def size(self) -> int:
         return self._count
 
 
-def _sharded(
-    experts: Any, own: tuple[int, ...], of_all: int, prefix: str = "", *args: Any, **kwargs: Any
-) -> Iterator[tuple[str, Any]]:
-    """What Megatron saves of each expert, by name."""
-    group, modules = experts.ep_group, experts.local_experts
-    try:
-        experts.num_local_experts = 1
-        for place, number in enumerate(own):
-            experts.ep_group, experts.local_experts = _Ranks(number, of_all), modules[place : place + 1]
-            found = seams.original(SHARDED_EXPERTS)(experts, prefix, *args, **kwargs)
-            for name, shard in found.items():
-                yield name.replace(f"{prefix}local_experts.0.", f"{prefix}local_experts.{place}.", 1), shard
-    finally:
-        experts.ep_group, experts.local_experts, experts.num_local_experts = group, modules, len(own)
+class _AsItIs(int):
+    """A number that multiplication does not change."""
+
+    def __mul__(self, other: Any) -> int:
+        return int(self)
