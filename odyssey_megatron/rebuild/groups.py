@@ -7,11 +7,9 @@ size, so ``torch.distributed``'s global rank space never changes.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import sys
 import threading
-import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -60,11 +58,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         hosts: the library that connects the group of all members. May be the same as ``devices``.
     """
 
-    def __init__(
-        self, member: MemberLike, number: int, devices: Library, hosts: Library, bury_s: float
-    ) -> None:
+    def __init__(self, member: MemberLike, number: int, devices: Library, hosts: Library) -> None:
         self.number, self._rank, self._forget = number, member.rank, member.forget
-        self._devices, self._hosts, self._bury_s = devices, hosts, bury_s
+        self._devices, self._hosts = devices, hosts
         self.fell_together = True
         """Whether no rank that goes on can have taken for a message what this rank's abort has left in a buffer."""
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
@@ -188,15 +184,14 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self._forget(self.number)
         for abort in self._aborts.values():
             abort.close()
-        remains: dict[bool, list[Any]] = {True: [], False: []}
-        for name, group in self._groups.items():
+        for group in self._groups.values():
             c10d._cleanup_process_group_global_state(group)
-            if isinstance(group, AbortableGroup):
-                remains[self._library(name).lingers].append(group.detach())
+        last = [[group.detach()] for group in self._groups.values() if isinstance(group, AbortableGroup)]
         self._groups = {}
-        # Groups of devices are not kept longer, since they hold device memory of operations that were outstanding.
-        for lingers, groups in remains.items():
-            _GRAVEYARD.bury(groups, self._bury_s * lingers)
+        # Dropping the last reference runs a destructor that joins the group's threads. It waits for an operation that
+        # was left in the group (abort_gloo.py), and no training thread, nor another group, must wait for that.
+        for reference in last:
+            threading.Thread(target=reference.clear, name=BURYING, daemon=True).start()
 
     def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
         library, rank = self._library(name), self._rank
@@ -245,6 +240,8 @@ def init_default_group(member: MemberLike) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=member.rank, world_size=member.world_size)
 
 
+BURYING = "odyssey-bury"
+"""Name of the threads that run the destructors of groups, one each."""
 NEVER_OVER = sys.maxsize
 """Generation number for groups that end only by the death of a peer, and by no later generation."""
 
@@ -272,7 +269,7 @@ def build_groups(
         PeerFailed: A peer did not connect within ``build_timeout_s``.
     """
     devices, hosts = libraries or libraries_for(config)
-    groups = GroupSet(member, number, devices, hosts, config.op_timeout_s + 2.0)
+    groups = GroupSet(member, number, devices, hosts)
     member.on_newer(number, groups.abort, groups.fall if groups.holds is not None else None)
     if member.newer_than(number):
         groups.abort()  # the newer generation came before the callback was in place
@@ -329,46 +326,3 @@ def _plain_group(
     group._set_default_backend(kind)
     group._register_backend(torch.device(device), kind, backend)
     return group
-
-
-class _Graveyard:
-    """Keeps groups of past generations until no operation can be left in them.
-
-    Dropping the last reference runs a destructor that joins the group's threads, and so waits for operations that were
-    left in it. This class's thread does that later, so that no training thread has to wait now.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._graves: list[tuple[float, list[Any]]] = []
-        self._thread: threading.Thread | None = None
-
-    def bury(self, groups: list[Any], for_s: float) -> None:
-        with self._changed:
-            bisect.insort(self._graves, (time.monotonic() + for_s, groups), key=lambda one: one[0])
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="odyssey-reaper", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def __len__(self) -> int:
-        return len(self._graves)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._graves)
-                due_s, groups = self._graves[0]
-                if due_s > time.monotonic():
-                    self._changed.wait(due_s - time.monotonic())
-                    continue
-                self._graves.pop(0)
-            del groups  # outside the lock: this may take long
-
-
-_GRAVEYARD = _Graveyard()
-
-
-def graveyard_size() -> int:
-    """Return the number of buried lists of groups that are not reclaimed yet: up to two for each generation."""
-    return len(_GRAVEYARD)

@@ -43,8 +43,6 @@ class Library(Protocol):
 
     staged: bool
     """Whether it connects hosts, but is given tensors on devices (``hosts.StagedGroup``)."""
-    lingers: bool
-    """Whether an operation may be left in a group for a while after the group's end."""
     device: str
     kind: str
     type: Any
@@ -76,7 +74,7 @@ class Gloo:
 
     device, kind, type = "cpu", "gloo", _TYPES.GLOO
     rendezvous = Rendezvous
-    spare, lingers = None, True
+    spare = None
 
     def __init__(self, config: OdysseyConfig):
         self._config, self.staged = config, config.device != "cpu"
@@ -132,7 +130,7 @@ class Nccl:
     """
 
     device, kind, type = "cuda", "nccl", _TYPES.NCCL
-    staged = lingers = False
+    staged = False
     rendezvous = ByKey
 
     def __init__(self, config: OdysseyConfig):

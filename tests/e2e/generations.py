@@ -1,7 +1,7 @@
 """The example with many generations: in some steps, whoever speaks asks for fresh groups.
 
-Quiet steps in between are slow, so that the groups of earlier generations get time to be buried; some steps before the
-end of each such time a file tells the test to look at the processes. Another file, of the test, ends the last one.
+Quiet steps in between are slow, so that the groups of earlier generations get time to end; some steps before the end of
+each such time a file tells the test to look at the processes. Another file, of the test, ends the last one.
 """
 
 from __future__ import annotations

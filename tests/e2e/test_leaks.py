@@ -13,7 +13,7 @@ from tests.e2e.generations import QUIET, STEPS, marker, seen
 from tests.launch.jobserver import CHECKOUT, events, wait_for
 
 OP_TIMEOUT_S = 1.5
-"""The groups of an ended generation are kept for this and two seconds more, see rebuild/groups.py."""
+"""A sum that was cut off with a part of it received keeps its threads for so long (docs/not-yet.md)."""
 BUILD_TIMEOUT_S = 1.0
 """A constructor whose peers have gone on to the next generation waits for them five times as long: until then it has
 two threads and some descriptors.

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -28,7 +29,7 @@ from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
 from odyssey_megatron.policy.estimate import AttentionShape, Precision, estimated_profile
-from odyssey_megatron.rebuild.groups import build_groups, graveyard_size, init_default_group
+from odyssey_megatron.rebuild.groups import BURYING, build_groups, init_default_group
 
 MESSAGE = 4096
 
@@ -219,9 +220,7 @@ class Toy:
     def record_stats(self, number: int) -> None:
         if self.args.stats and self.rank == 0:
             with open(self.args.stats, "a") as out:
-                out.write(
-                    json.dumps({"generation": number, "graveyard": graveyard_size(), **resources()}) + "\n"
-                )
+                out.write(json.dumps({"generation": number, **resources()}) + "\n")
 
 
 def resources() -> dict[str, int]:
@@ -265,7 +264,7 @@ def main() -> None:
         raise
     if toy.args.stats:
         toy.groups.close()
-        while graveyard_size():
+        while any(thread.name == BURYING for thread in threading.enumerate()):
             time.sleep(0.2)
         time.sleep(0.5)
         toy.record_stats(-1)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from odyssey_megatron.errors import PeerFailed, Superseded
 from odyssey_megatron.rebuild.abort import AbortableWork, NcclAbort, Use
 from odyssey_megatron.rebuild.abort_gloo import GlooAbort
-from odyssey_megatron.rebuild.groups import _Graveyard
 
 
 def helpers() -> int:
@@ -302,17 +301,3 @@ def test_a_message_may_take_longer_than_connecting():
     for rank in ranks:
         rank.join(30)
     assert messages == {0: [0.0] * 4, 1: [0.0] * 4}
-
-
-def test_what_need_not_linger_goes_at_once_beside_what_must():
-    """A device's groups keep what was outstanding in its memory."""
-
-    class Group: ...
-
-    lingers, goes = Group(), Group()
-    there, gone, graveyard = weakref.ref(lingers), weakref.ref(goes), _Graveyard()
-    graveyard.bury([lingers], 60.0)
-    graveyard.bury([goes], 0.0)
-    del lingers, goes
-    eventually(lambda: gone() is None)
-    assert there() is not None

@@ -183,7 +183,7 @@ class _Meeting(dist._Work):
 class Hosts:
     """``rebuild.library.Library`` for the group of all, or, where ranks share GPUs, for all groups."""
 
-    staged = lingers = True
+    staged = True
     device, kind, type = "cpu", "hosts", dist.ProcessGroup.BackendType.CUSTOM
     rendezvous = Rendezvous
     spare = None

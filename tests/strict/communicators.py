@@ -380,7 +380,7 @@ class _Abort(NcclAbort):
 class Library:
     """Makes communicators: ``rebuild.library.Library``, as NCCL's is."""
 
-    staged = lingers = False
+    staged = False
     device, kind, type = "cpu", "strict", dist.ProcessGroup.BackendType.CUSTOM
     rendezvous = Rendezvous
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
 from odyssey_megatron.plan.layout import Layout
@@ -43,11 +44,30 @@ def assembled(
             found[ends] = old
             continue
         replacing()
+        _unwrap(parameter for layer in layers if layer.index in sums for parameter in layer.parameters())
         found[ends] = make(layers)
         for layer in layers:
             if of_interrupted_step := sums.get(layer.index):
                 torch._foreach_copy_(layer.gradients(), of_interrupted_step)
     return found
+
+
+def _unwrap(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Remove the hooks that DDP has given the ``parameters`` of a block that is to be replaced.
+
+    DDP hooks into each parameter's node of the autograd graph, and has no way to undo it (megatron core_v0.16.1
+    core/distributed/distributed_data_parallel.py, line 344). Each wrapper keeps its parameters' nodes alive, and each
+    hook its wrapper. So all wrappers that a parameter has ever had would live on with their gradient buffers, and all
+    their hooks would be called in each backward. A graph of an interrupted step has the same nodes: there the next
+    wrapper's hooks do what these did.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # torch gives the hooks away only by the handle of one more.
+            handle = get_gradient_edge(parameter).node.register_hook(lambda *gradients: None)
+            hooks = handle.hooks_dict_ref()
+            assert hooks is not None, "the node has them as long as it lives"
+            hooks.clear()
 
 
 def unsent(
