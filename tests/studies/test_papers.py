@@ -18,9 +18,10 @@ from odyssey_megatron.policy.shares import Rate, min_max_shares
 from odyssey_megatron.studies.baselines import Running, System, World, healthy_layout, one_f_one_b_step_s
 from odyssey_megatron.studies.chameleon import Chameleon
 from odyssey_megatron.studies.oobleck import Oobleck
+from odyssey_megatron.studies.playing import play
 from odyssey_megatron.studies.recycle import ReCycle, normalised
 from odyssey_megatron.studies.stagger import staggered_step_s
-from odyssey_megatron.studies.trace import monotone, play
+from odyssey_megatron.studies.trace import monotone
 from tests.plan.samples import uniform_costs
 
 SLOTS = {
