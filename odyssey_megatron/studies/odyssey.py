@@ -15,6 +15,7 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.replacing import away_s
 from odyssey_megatron.studies.baselines import Running, System, World
 from odyssey_megatron.studies.cells import CellsChange, Rule, broken_cells
@@ -51,7 +52,7 @@ class Odyssey(System):
 
     def start(self, world: World) -> Running:
         job = replace(world.job, best_layout=self.config.layout == "auto")
-        self.plan = initial_plan(job, cluster(world), world.profile)
+        self.plan = _first_plan(job, world.profile, len(world.workers))
         if world.is_in_cells:
             self.home = self.plan.layout
         return Running(layout=self.plan.layout, step_s=self.plan.step_s, downtime_s=0.0)
@@ -119,6 +120,12 @@ def cluster(world: World, now: CellsChange | None = None) -> ClusterState:
     there = set(now.alive)
     dead = (one.worker for one in state.workers if one.worker not in there)
     return with_sizes(without(state, set(dead)), now.shapes)
+
+
+@lru_cache(maxsize=8)
+def _first_plan(job: JobSpec, profile: Profile, workers: int) -> Plan:
+    """Return the healthy job's plan, which is the same on all traces."""
+    return initial_plan(job, _whole_cluster(job, workers), profile)
 
 
 @lru_cache(maxsize=4)

@@ -31,7 +31,8 @@ class ResiHP(System):
     layers is best is found by simulating all, and so is whether smaller groups are worth their place.
 
     In its favour: our order, of forwards and both halves of backwards in all of the memory, also in a healthy job; no
-    time for planning (1.44 s there), nor for sending shards within a stage; any model, with context parallelism, too.
+    time for planning (1.44 s there), nor for sending shards within a stage, even where no other pipeline has them (it
+    keeps the state of the last step elsewhere); any model, with context parallelism, too.
     Experts that are spread over ranks are not in the paper: such gangs leave as one.
     """
 

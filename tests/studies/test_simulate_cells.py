@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
@@ -134,10 +135,10 @@ def test_what_takes_long_says_how_far_it_is(capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY_S", 0.02)
     assert main_simulate(["--cluster", "1x8", "--accelerator", "h200", "--interval-s", "3600"]) == 0
     said = capsys.readouterr()
-    assert "odyssey simulate: 0 s, odyssey: 0% of the trace\n" in said.err
-    assert "0 s, odyssey" not in said.out
+    assert re.match(r"(odyssey simulate: \d+ s, [a-z, ]+: \d+% of the trace\n)+$", said.err)
+    assert "% of the trace" not in said.out
     assert main_plan(["--cluster", "1x8", "--width", "0"]) == 0
-    assert "odyssey plan: 0 s, " in capsys.readouterr().err
+    assert re.match(r"(odyssey plan: \d+ s, [a-z0-9' :]+\n)+$", capsys.readouterr().err)
 
 
 def test_what_is_short_says_nothing(capsys):
