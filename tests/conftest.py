@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from odyssey_megatron.studies import progress
 from tests.slices import drawn
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ with contextlib.suppress(ImportError):  # a machine for other tests may be witho
         "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("untimed")
+
+
+progress.EVERY_S = 1e6  # how long a command takes is not what tests are about
 
 
 def megatron_lm_checkouts() -> list[Path]:

@@ -327,7 +327,7 @@ def test_traces(examples):
 
     def test(text: str) -> None:
         try:
-            read.append(read_trace(text, range(4)))
+            read.append(read_trace(text, 4, gpus_per_node=2))
         except ValueError:
             return
 
@@ -447,7 +447,8 @@ def test_launch_scripts(tmp_path, examples):
 
 FLAGS = {
     "plan": ("--kill", "--slow", "--policy", "--mtbf-s", "--horizon-s", "--width", "--json"),
-    "simulate": ("--interval-s", "--mtbf-s", "--repair-s", "--duration-s", "--losses", "--group-build-s", "--seed"),
+    "simulate": ("--interval-s", "--mtbf-s", "--repair-s", "--duration-s", "--losses", "--group-build-s", "--seed",
+                 "--node-share", "--start-s", "--odyssey-respawn", "--odyssey-shrink"),
 }  # fmt: skip
 OF_BOTH = (
     "--cluster", "--model", "--accelerator", "--profile", "--pipeline-model-parallel-size", "--micro-batch-size",

@@ -181,7 +181,9 @@ def test_whoever_reads_may_stop(command):
     os.close(read)
     done = subprocess.run(run, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
     os.close(write)
-    assert done.stderr == b""
+    assert not [
+        one for one in done.stderr.splitlines() if not one.startswith(b"odyssey plan: ")
+    ]  # how far it is
     assert done.returncode == 141
     done = subprocess.run(
         ["sh", "-c", '"$@" >&-', "sh", *run], stderr=subprocess.PIPE, timeout=60, check=False

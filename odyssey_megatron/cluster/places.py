@@ -90,13 +90,9 @@ def left_of_cells(slots: Mapping[int, int], lost: Sequence[int], sizes: Sequence
     """
     places, size = Places(slots), max(sizes)
     for slot in lost:
-        if (rank := places.rank_in(slot)) is None:
-            continue
-        places.lose(rank)
-        places.complete(size)
-        for worker in places.broken(size):
-            if not places.too_few(worker, sizes) and places.is_all_here(worker, size):
-                places.shrink(worker, sizes)
+        if (rank := places.rank_in(slot)) is not None:
+            places.lose(rank)
+            places.settle(sizes)
     hit = {Cell(rank=rank, size=size).worker for rank, slot in slots.items() if slot in lost}
     hit.update(places.broken(size))
     return {worker: places.size_left(worker, size) for worker in sorted(hit)}
@@ -211,6 +207,14 @@ class Places:
         size, moves = shrunk(self._slots, worker, sizes)
         self._smaller[worker] = size
         return [self._move(missing, spare) for missing, spare in moves.items()]
+
+    def settle(self, sizes: Sequence[int]) -> None:
+        """Complete a broken cell if that can be, and have what is left of others go on as smaller cells."""
+        size = max(sizes)
+        self.complete(size)
+        for worker in self.broken(size):
+            if not self.too_few(worker, sizes) and self.is_all_here(worker, size):
+                self.shrink(worker, sizes)
 
     def set_aside(self, worker: int, slow: Collection[int], sizes: Sequence[int]) -> int:
         """Have ``worker``, a whole cell, go on as a smaller one without its ``slow`` ranks.

@@ -8,6 +8,7 @@ visit's weight gradient in each bucket. So all facts about an instruction are fo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from odyssey_megatron.errors import LayoutInvalid, ScheduleInvalid
@@ -128,13 +129,16 @@ class Visits:
             ScheduleInvalid: the layout has no such instruction on this worker.
         """
         visits = {key: visit for visit, key in enumerate(zip(self.microbatch, self.first, strict=True))}
+        own = defaultdict[tuple[int, int], list[int]](list)
+        for visit, key in enumerate(zip(self.microbatch, self.worker, strict=True)):
+            own[key].append(visit)
         buckets = {(one.first, one.last): i for i, one in enumerate(self.buckets)}
         found: Codes = {}
         for worker, program in schedule.programs:
             codes = found[worker] = []
             for at, instr in enumerate(program):
                 if instr.op in COMPUTE:
-                    code = self._compute(worker, instr, visits)
+                    code = self._compute(worker, instr, visits, own[instr.microbatch, worker])
                 elif instr.op in MESSAGE:
                     code = self._message(worker, instr, visits)
                 elif instr.op is Op.STEP:
@@ -148,19 +152,23 @@ class Visits:
                 codes.append(code)
         return found
 
-    def _compute(self, worker: int, instr: Instr, visits: dict[tuple[int, int], int]) -> int | str:
+    def _compute(
+        self, worker: int, instr: Instr, visits: dict[tuple[int, int], int], own: Sequence[int]
+    ) -> int | str:
         visit = visits.get((instr.microbatch, instr.first), -1)
         if visit >= 0 and (worker, instr.last) == (self.worker[visit], self.last[visit]):
             return visit * 8 + _KIND[instr.op]
-        if instr.op is Op.WEIGHT_GRAD and (code := self._part(worker, instr)) >= 0:
+        if instr.op is Op.WEIGHT_GRAD and (code := self._part(instr, own)) >= 0:
             return code
         return f"microbatch {instr.microbatch} is not routed through these layers here"
 
-    def _part(self, worker: int, instr: Instr) -> int:
-        """Return the code of a weight gradient of a part of a visit; -1 if there is no such part."""
+    def _part(self, instr: Instr, own: Sequence[int]) -> int:
+        """Return the code of a weight gradient of a part of one of the visits in ``own``; -1 if there is no such
+        part.
+        """
         inside = [i for i, one in enumerate(self.buckets) if one.first <= instr.first < one.last]
-        for visit, place in enumerate(zip(self.microbatch, self.worker, strict=True)):
-            code = self.piece(visit, inside[0]) if inside and place == (instr.microbatch, worker) else -1
+        for visit in own if inside else ():
+            code = self.piece(visit, inside[0])
             if code >= self.pieces and self.span_of_piece(code)[1:] == (instr.first, instr.last):
                 return code
         return -1

@@ -10,7 +10,7 @@ layouts, and our order of the work in them. That shows what the rules alone are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -23,7 +23,10 @@ from odyssey_megatron.plan.memory import activation_caps, caps_for, one_f_one_b_
 from odyssey_megatron.plan.order import order_routes
 from odyssey_megatron.plan.simulate import step_end_s
 from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.score import START_S
 from odyssey_megatron.policy.shares import Rate
+from odyssey_megatron.studies.cells import CellsChange, whole_cells
+from odyssey_megatron.studies.trace import FailureTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,20 @@ class World:
     workers: tuple[int, ...]
     mtbf_s: float
     """The true mean time between changes; Chameleon and the checkpoint interval are told it."""
+    gpus_per_node: int = 0
+    """0: not known."""
+    start_s: float = START_S
+    """Time that the processes of a cell take to start, until they can join the job."""
+
+    @property
+    def is_in_cells(self) -> bool:
+        """Whether workers are cells of several GPUs."""
+        return self.job.cell_size > 1
+
+    @property
+    def cells_fill_nodes(self) -> bool:
+        """Whether every cell is on one node, or else what is left of it does not go on."""
+        return self.gpus_per_node > 0 and self.gpus_per_node % self.job.cell_size == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +162,16 @@ class System:
         """Return how the healthy job runs."""
         return replace(self.restarted(world, world.workers, ""), downtime_s=0.0, restarted=False)
 
+    def cells(self, world: World, trace: FailureTrace) -> Iterable[CellsChange]:
+        """Return the changes of ``trace`` as this system sees them: its cells leave as one, if it says nothing else."""
+        return whole_cells(trace.changes, world.workers, world.job.cell_size)
+
+    def go_on(self, world: World, running: Running, now: CellsChange) -> Running:
+        """Return what runs after the cells changed to ``now``, one of :meth:`cells`."""
+        return self.change(world, running, now.alive)
+
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
-        """Return what runs after the set of living workers changed."""
+        """Return what runs after the set of living workers, all of them whole cells, changed."""
         raise NotImplementedError
 
     def step_s(self, world: World, layout: Layout) -> float:

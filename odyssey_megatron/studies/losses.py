@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from odyssey_megatron.cluster.events import RankDied
@@ -31,11 +32,20 @@ class NextLoss:
 
 
 def next_losses(
-    job: JobSpec, state: ClusterState, plan: Plan, profile: Profile, config: OdysseyConfig
+    job: JobSpec,
+    state: ClusterState,
+    plan: Plan,
+    profile: Profile,
+    config: OdysseyConfig,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[NextLoss]:
-    """Return one entry for all workers whose deaths lead to equal plans; the worst first."""
-    found = []
-    for workers in one_of_each(plan, state):
+    """Return one entry for all workers whose deaths lead to equal plans; the worst first.
+
+    ``say`` is told how far it is.
+    """
+    found, kinds = [], one_of_each(plan, state)
+    for at, workers in enumerate(kinds):
+        say(f"what the next loss would do: {at} of {len(kinds)}")
         spans = _spans(plan.layout, workers[0])
         died = RankDied(rank=state.workers[workers[0]].ranks[0], code=-9, cause="asked", t_s=0.0)
         try:

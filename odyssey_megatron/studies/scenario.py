@@ -18,6 +18,7 @@ from odyssey_megatron.studies import launch_line
 from odyssey_megatron.studies.fitting import fitted
 from odyssey_megatron.studies.launch_line import LaunchLine
 from odyssey_megatron.studies.presets import ACCELERATORS, EFFICIENCY, MODELS, named
+from odyssey_megatron.studies.trace import gpus_at
 
 MAX_GPUS = 16_384
 """The largest cluster for which deciding was measured."""
@@ -29,6 +30,8 @@ _MODEL = "llama2-7b"
 _CLUSTER = "4x8"
 _OF_NAMED = {"attention_dropout": 0, "hidden_dropout": 0}
 """What is known of a named model's flags: those that were published are trained without dropout."""
+_BESIDE_MODEL = frozenset({"attention_dropout", "hidden_dropout", "moe_token_dispatcher_type"})
+"""Flags of Megatron's that change no costs of a named model, but what may become of its cells."""
 _SIZES = ("pipeline", "tensor", "context", "expert")
 
 
@@ -47,16 +50,13 @@ class Scenario:
 
     def rank(self, place: str) -> int:
         """Return the rank that ``place``, ``node:gpu`` or a rank, names. Raises ConfigError."""
-        node, colon, gpu = place.partition(":")
-        last = max(self.state.ranks)
         try:
-            if colon:
-                nodes = Between(0, last // self.gpus_per_node, whole=True)
-                gpus = Between(0, self.gpus_per_node - 1, whole=True)
-                return int(nodes.read(node) * self.gpus_per_node + gpus.read(gpu))
-            return int(Between(0, last, whole=True).read(node))
-        except ValueError:
-            raise ConfigError(f"{place}: no such GPU. Write NODE:GPU or a rank, 0..{last}.") from None
+            ranks = gpus_at(place, len(self.state.ranks), self.gpus_per_node)
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from None
+        if len(ranks) > 1:
+            raise ConfigError(f"{place}: a single GPU is expected, and these are {len(ranks)}.")
+        return ranks[0]
 
     def __str__(self) -> str:
         """Return the sizes in words."""
@@ -224,10 +224,13 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
     """Return the launch line, or the named model. Raises ConfigError."""
     if more and not more[0].startswith("--"):
         raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
-    if strange := [one for one in looked_at(more, None)[2] if not one.startswith("--odyssey")]:
+    args, parser, others = looked_at(more, None)
+    if strange := [one for one in others if not one.startswith("--odyssey")]:
         raise ConfigError(f"{' '.join(strange)}: neither of this command's flags nor of Megatron-LM's.")
     of_megatron = [one for one in more if one.startswith("--") and not one.startswith("--odyssey-")]
-    if options.job or of_megatron:
+    given = {name: getattr(args, name) for name in parser.flags}
+    beside = options.model and not options.job and _BESIDE_MODEL.issuperset(given)
+    if options.job or (of_megatron and not beside):
         if options.model:
             also = "--job" if options.job else of_megatron[0]
             raise ConfigError(
@@ -249,7 +252,7 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
         name=name,
         pipeline_model_parallel_size=4,
         config=config_from_argv(more),
-        given=_OF_NAMED,
+        given=_OF_NAMED | given,
     )
 
 

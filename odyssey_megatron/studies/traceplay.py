@@ -1,11 +1,14 @@
-"""``odyssey simulate``: plays failure traces and compares policies and systems. Needs no GPU and no torch."""
+"""``odyssey simulate``: plays failures of single GPUs over days, and compares policies and systems. Needs no GPU and no
+torch. With tensor, context or expert parallelism a lost GPU breaks its cell; --odyssey-respawn and --odyssey-shrink say
+what becomes of the rest, as in a job.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -13,21 +16,18 @@ from importlib import import_module
 from odyssey_megatron.config import policies
 from odyssey_megatron.errors import ConfigError, PlanInfeasible
 from odyssey_megatron.inputs import WHOLE, Between, Parser, read_text
+from odyssey_megatron.policy.score import START_S
 from odyssey_megatron.studies.baselines import Bamboo, Restart, System, World
 from odyssey_megatron.studies.chameleon import Chameleon
+from odyssey_megatron.studies.odyssey import Odyssey
 from odyssey_megatron.studies.oobleck import Oobleck
+from odyssey_megatron.studies.playing import Played, compare
+from odyssey_megatron.studies.progress import Progress
 from odyssey_megatron.studies.recycle import ReCycle
-from odyssey_megatron.studies.scenario import add_scenario_arguments, scenario_from
-from odyssey_megatron.studies.trace import (
-    TRACE_S,
-    FailureTrace,
-    Odyssey,
-    Played,
-    compare,
-    monotone,
-    read_trace,
-    with_repairs,
-)
+from odyssey_megatron.studies.resihp import ResiHP
+from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, scenario_from
+from odyssey_megatron.studies.smaller import sizes_of, stands_by
+from odyssey_megatron.studies.trace import TRACE_S, FailureTrace, monotone, read_trace, with_repairs
 
 SYSTEMS: tuple[Callable[[], System], ...] = (
     *(partial(Odyssey, policy) for policy in policies()),
@@ -37,6 +37,8 @@ SYSTEMS: tuple[Callable[[], System], ...] = (
     Restart,
 )
 """Each makes a new system, one for each trace."""
+_LIVES = 1
+"""``--odyssey-respawn``, of the row that shows what it would be worth."""
 
 MONOTONE_S = (6 * 3600.0, 2 * 3600.0, 1800.0, 600.0)
 """The intervals between failures in Oobleck's and ReCycle's figures (arXiv 2309.08125, 2405.14009)."""
@@ -46,18 +48,23 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``odyssey simulate``."""
     add_scenario_arguments(parser)
     parser.add_argument(
-        "--trace", default="", help="a file of lines 'SECONDS kill|join WORKER', closed by 'SECONDS end'"
+        "--trace",
+        default="",
+        help="a file of lines 'SECONDS kill|join GPU', closed by 'SECONDS end'. A GPU is a rank or NODE:GPU; NODE:* is "
+        "a whole node",
     )
     parser.add_argument(
-        "--interval-s",
-        type=TRACE_S,
-        action="append",
-        default=[],
-        help="a worker dies this often (in seconds)",
+        "--interval-s", type=TRACE_S, action="append", default=[], help="a GPU dies this often (in seconds)"
     )
     parser.add_argument("--mtbf-s", type=TRACE_S, help="random failures with this mean (in seconds)")
     parser.add_argument(
         "--repair-s", type=TRACE_S, default=3600.0, help="mean repair of random failures (in seconds)"
+    )
+    parser.add_argument(
+        "--node-share",
+        type=Between(0, 1),
+        default=0.0,
+        help="share of the random failures that take a whole node (default: 0)",
     )
     parser.add_argument(
         "--duration-s", type=TRACE_S, default=24 * 3600.0, help="of a random trace (in seconds)"
@@ -66,7 +73,7 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--losses",
         type=Between(0, 1_000_000, whole=True),
         default=0,
-        help="deaths in an --interval-s trace (default: half of all)",
+        help="deaths in an --interval-s trace (default: half as many as there are workers)",
     )
     parser.add_argument("--seed", type=WHOLE, default=0)
     parser.add_argument(
@@ -74,6 +81,13 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         type=Between(0, TRACE_S.high),
         default=2.0,
         help="new groups after a change (in seconds)",
+    )
+    parser.add_argument(
+        "--start-s",
+        type=Between(0, TRACE_S.high),
+        default=START_S,
+        help="how long processes take to start, for cells that come back with fewer GPUs, or with all again (in "
+        f"seconds; default: {START_S:g})",
     )
     parser.add_argument(
         "--png", default="", help="write throughput over time of the first trace to this file"
@@ -96,23 +110,87 @@ def main_simulate(argv: Sequence[str]) -> int:
         profile=replace(scenario.profile, group_build_s=options.group_build_s),
         workers=scenario.state.alive,
         mtbf_s=0.0,
+        gpus_per_node=scenario.gpus_per_node,
+        start_s=options.start_s,
     )
+    traces, found = _traces(options, world), systems(scenario)
     try:
-        results = [(trace, compare(SYSTEMS, world, trace)) for trace in _traces(options, world)]
+        with Progress("odyssey simulate") as progress:
+            results = [
+                (trace, compare(found, world, trace, _teller(progress, traces, at)))
+                for at, trace in enumerate(traces)
+            ]
     except PlanInfeasible as error:
         raise ConfigError(f"the healthy job does not fit: {error}.") from error
     if options.png:
         plot(results[0][0], results[0][1], options.png)
     if options.json:
-        found = [
+        found_json = [
             {"trace": asdict(trace), "systems": [asdict(one) for one in played]} for trace, played in results
         ]
-        sys.stdout.write(json.dumps({"traces": found}) + "\n")
+        notes = [*scenario.notes, *_on_cells(scenario, world)]
+        sys.stdout.write(json.dumps({"notes": notes, "traces": found_json}) + "\n")
     else:
-        sys.stdout.writelines(f"note: {one}\n" for one in scenario.notes)
+        sys.stdout.writelines(f"note: {one}\n" for one in (*scenario.notes, *_on_cells(scenario, world)))
         for trace, played in results:
-            sys.stdout.write(f"{trace.name}, {len(trace.changes)} changes\n{table(played)}\n\n")
+            changes = f"{trace.name}, {len(trace.changes)} changes"
+            sys.stdout.write(f"{changes}\n{table(played, with_smaller=world.is_in_cells)}\n\n")
     return 0
+
+
+def systems(scenario: Scenario) -> tuple[Callable[[], System], ...]:
+    """Return what is played for ``scenario``. Each makes a new system, one for each trace.
+
+    With workers of several GPUs ours go by its ``--odyssey-respawn`` and ``-shrink``. Where broken cells may go on as
+    smaller ones, one more row shows the other choice.
+    """
+    job, config = scenario.job, scenario.config
+    if job.cell_size == 1:
+        return SYSTEMS
+    own = tuple(
+        partial(one, respawn=config.respawn, shrink=config.shrink)
+        if isinstance(one, partial) and one.func is Odyssey
+        else one
+        for one in SYSTEMS
+    )
+    if len(sizes_of(job, config)) > 1 and scenario.gpus_per_node % job.cell_size == 0:
+        other = {"shrink": "off", "name": "odyssey, shrink off"}
+        if not config.respawn:
+            other = {"shrink": "auto", "name": f"odyssey, respawn {_LIVES}"}
+        own += (partial(Odyssey, respawn=config.respawn or _LIVES, **other),)
+    return (*own, ResiHP)
+
+
+def _on_cells(scenario: Scenario, world: World) -> Iterator[str]:
+    """Yield sentences on what becomes of broken cells."""
+    job, config, each = scenario.job, scenario.config, world.gpus_per_node
+    if not world.is_in_cells:
+        return
+    breaks = f"a worker is a cell of {job.cell_size} GPUs, and a lost GPU breaks its cell"
+    sizes, why = sizes_of(job, config)[1:], stands_by(job, config, each)
+    if not world.cells_fill_nodes:
+        sizes, why = (), why if job.cell_size > each else f"nodes of {each} GPUs are not whole cells"
+    if not sizes:
+        yield f"{breaks}, whose rest stands by: {why}"
+        return
+    respawn = config.respawn or _LIVES
+    any_size = replace(job, whole_cells_only="", whole_shards_only="", even_gangs_only="").cell_sizes
+    yield (
+        f"{breaks}. {'What' if config.respawn else f'With --odyssey-respawn {_LIVES} what'} is left of it goes on with "
+        f"{', '.join(map(str, sizes))} GPUs, {1 + respawn} starts of {world.start_s:g} s (--start-s) and four steps "
+        "after the loss; to become whole again it is away for one start and four steps"
+        + (f". Other numbers stand by: {why}" if len(any_size) > 1 + len(sizes) else "")
+    )
+    yield "resihp goes on at once with a power of two of a cell's GPUs; the cells of all other systems leave as one"
+
+
+def _teller(progress: Progress, traces: Sequence[FailureTrace], number: int) -> Callable[[str, float], None]:
+    of_all = f"trace {number + 1} of {len(traces)}, " if len(traces) > 1 else ""
+
+    def say(system: str, at_s: float) -> None:
+        progress.say(f"{of_all}{system}: {at_s / traces[number].duration_s:.0%} of the trace")
+
+    return say
 
 
 def _traces(options: argparse.Namespace, world: World) -> list[FailureTrace]:
@@ -123,20 +201,26 @@ def _traces(options: argparse.Namespace, world: World) -> list[FailureTrace]:
         )
     if options.losses and not options.interval_s and given:
         raise ConfigError(f"--losses is for --interval-s, and {given[0]} is given: leave one of them out.")
+    if options.node_share and options.mtbf_s is None:
+        raise ConfigError("--node-share is for --mtbf-s: give that, too, or write a --trace with NODE:*.")
+    gpus = len(world.workers) * world.job.cell_size
     if options.trace:
         try:
-            return [read_trace(read_text(options.trace), world.workers, options.trace)]
+            text, each = read_text(options.trace), world.gpus_per_node
+            return [read_trace(text, gpus, options.trace, gpus_per_node=each)]
         except ValueError as error:
             raise ConfigError(f"--trace {options.trace}: {error}.") from error
     if options.mtbf_s is not None:
         try:
             return [
                 with_repairs(
-                    world.workers,
+                    range(gpus),
                     mtbf_s=options.mtbf_s,
                     repair_s=options.repair_s,
                     duration_s=options.duration_s,
                     seed=options.seed,
+                    node_share=options.node_share,
+                    gpus_per_node=world.gpus_per_node,
                 )
             ]
         except ValueError as error:
@@ -144,20 +228,25 @@ def _traces(options: argparse.Namespace, world: World) -> list[FailureTrace]:
     if len(world.workers) < 2:
         raise ConfigError("one worker cannot lose another: give a larger --cluster, or a --trace.")
     losses = options.losses or len(world.workers) // 2
-    if not 0 < losses < len(world.workers):
-        raise ConfigError(f"--losses {losses}: must leave one of {len(world.workers)} workers.")
+    if not 0 < losses < gpus:
+        raise ConfigError(f"--losses {losses}: must leave one of {gpus} GPUs.")
     intervals = options.interval_s or MONOTONE_S
-    return [monotone(world.workers, interval_s, losses, options.seed) for interval_s in intervals]
+    return [monotone(range(gpus), interval_s, losses, options.seed) for interval_s in intervals]
 
 
-def table(played: Sequence[Played]) -> str:
-    """Return the average throughput of each system, best first, and how Odyssey compares."""
+def table(played: Sequence[Played], *, with_smaller: bool = False) -> str:
+    """Return the average throughput of each system, best first, and how Odyssey compares.
+
+    With ``with_smaller`` a column has how many times cells went on as smaller ones.
+    """
     ours = next(one.tokens_per_s for one in played if one.system == "odyssey")
-    lines = [f"{'system':<21} {'tokens/s':>12} {'standing still':>15} {'restarts':>8} {'odyssey is':>11}"]
+    head = f"{'system':<21} {'tokens/s':>12} {'standing still':>15} {'restarts':>8} {'odyssey is':>11}"
+    lines = [head + (f" {'smaller cells':>14}" if with_smaller else "")]
     for one in played:
         ratio = f"{ours / one.tokens_per_s:.3f}x" if one.tokens_per_s else "-"
         lines.append(
             f"{one.system:<21} {one.tokens_per_s:>12,.0f} {one.downtime_s:>13,.0f} s {one.restarts:>8} {ratio:>11}"
+            + (f" {one.smaller:>14}" if with_smaller else "")
         )
     return "\n".join(lines)
 

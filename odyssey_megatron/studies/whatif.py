@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
 from odyssey_megatron.studies.losses import NextLoss, alone, next_losses
 from odyssey_megatron.studies.presets import GIB
+from odyssey_megatron.studies.progress import Progress
 from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, scenario_from
 from odyssey_megatron.studies.smaller import Smaller, left_of
 
@@ -165,16 +166,18 @@ def main_plan(argv: Sequence[str]) -> int:
     add_plan_arguments(parser)
     options, more = parser.parse_known_args(list(argv))
     scenario = _with_settings(scenario_from(options, more), options)
-    try:
-        killed = [scenario.rank(place) for place in options.kill]
-        answer = answered(scenario, _struck(options, scenario), _who(options), killed)
-    except PlanInfeasible as error:
-        raise ConfigError(
-            f"the healthy job does not fit: {error}. More stages, a larger tensor size or --use-distributed-optimizer "
-            "leave less on each."
-        ) from error
-    if options.html:
-        _write(answer, Path(options.html))
+    killed, state = [scenario.rank(place) for place in options.kill], _struck(options, scenario)
+    with Progress("odyssey plan") as progress:
+        try:
+            answer = answered(scenario, state, _who(options), killed, progress.say)
+        except PlanInfeasible as error:
+            raise ConfigError(
+                f"the healthy job does not fit: {error}. More stages, a larger tensor size or "
+                "--use-distributed-optimizer leave less on each."
+            ) from error
+        if options.html:
+            progress.say("the page")
+            _write(answer, Path(options.html))
     sys.stdout.write(_as_json(answer) if options.json else _as_text(answer, options.width))
     return answer.exit_code
 
@@ -213,15 +216,23 @@ def _struck(options: argparse.Namespace, scenario: Scenario) -> ClusterState:
     return state
 
 
-def answered(scenario: Scenario, state: ClusterState, struck: str, killed: Sequence[int] = ()) -> WhatIf:
+def answered(
+    scenario: Scenario,
+    state: ClusterState,
+    struck: str,
+    killed: Sequence[int] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> WhatIf:
     """Return what a job would decide. Raises PlanInfeasible if the healthy one does not fit.
 
     Args:
         state: the cluster with its dead and slow GPUs.
         struck: which these are, in words.
         killed: the ranks whose GPUs are dead.
+        say: is told what is being worked out.
     """
     profile, config = scenario.profile, scenario.config
+    say("the healthy job's plans")
     # A job that does not fit would start without regard to memory; whoever asks wants to know that it does not fit.
     initial_plan(replace(scenario.job, least_holders=0, eager_forwards=False), scenario.state, profile)
     planner = PolicyPlanner(config)
@@ -252,7 +263,7 @@ def answered(scenario: Scenario, state: ClusterState, struck: str, killed: Seque
         both=both,
         smaller=smaller,
         decide_s=decide_s,
-        losses=[] if ends else next_losses(job, state, plan, profile, config),
+        losses=[] if ends else next_losses(job, state, plan, profile, config, say),
         leaner=_leaner(plan, state, profile),
         ends=ends,
         exit_code=exit_code,
@@ -301,19 +312,11 @@ def _as_json(answer: WhatIf) -> str:
         "cluster_bound_s": repr(bound_s),
         "next_losses": f"[{losses}]",
         "leaner": json.dumps(answer.leaner),
-        "smaller": _smaller_json(answer.smaller),
+        "smaller": answer.smaller.as_json() if answer.smaller else "null",
         "after": "null" if answer.ends else to_json(answer.plan),
         "communicators": to_json(answer.communicators(answer.plan)),
     }
     return "{" + ",".join(f'"{name}":{value}' for name, value in found.items()) + "}\n"
-
-
-def _smaller_json(found: Smaller | None) -> str:
-    if found is None:
-        return "null"
-    plan = "null" if found.plan is None else to_json(found.plan)
-    sizes = json.dumps({str(worker): size for worker, size in found.sizes.items()})
-    return f'{{"sizes":{sizes},"stands_by":{json.dumps(found.why or None)},"plan":{plan}}}'
 
 
 def _as_text(answer: WhatIf, width: int) -> str:

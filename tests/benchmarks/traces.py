@@ -36,7 +36,8 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import policies
 from odyssey_megatron.plan.memory import fullest_bytes
 from odyssey_megatron.studies.baselines import World, megatron_on
-from odyssey_megatron.studies.trace import ClusterChange, FailureTrace, compare, monotone, with_repairs
+from odyssey_megatron.studies.playing import compare
+from odyssey_megatron.studies.trace import ClusterChange, FailureTrace, monotone, with_repairs
 from odyssey_megatron.studies.traceplay import MONOTONE_S, SYSTEMS
 from tests.benchmarks.bars import Bar, at_least, at_most, finish
 from tests.plan.samples import preset_profile

@@ -18,10 +18,12 @@ from odyssey_megatron.policy.shares import Rate, min_max_shares
 from odyssey_megatron.studies.baselines import Running, System, World, healthy_layout, one_f_one_b_step_s
 from odyssey_megatron.studies.chameleon import Chameleon
 from odyssey_megatron.studies.oobleck import Oobleck
+from odyssey_megatron.studies.playing import play
 from odyssey_megatron.studies.recycle import ReCycle, normalised
+from odyssey_megatron.studies.resihp import ResiHP
 from odyssey_megatron.studies.stagger import staggered_step_s
-from odyssey_megatron.studies.trace import monotone, play
-from tests.plan.samples import uniform_costs
+from odyssey_megatron.studies.trace import monotone
+from tests.plan.samples import preset_profile, uniform_costs
 
 SLOTS = {
     # pipelines, microbatches of each, failures (pipeline, stage): healthy, Eq. 13, the least slots that any order takes
@@ -200,3 +202,25 @@ def test_oobleck_keeps_its_pipelines_on_a_loss_and_chooses_templates_when_it_sta
 def test_shares_of_unequal_pipelines():
     """§7.2, 7: ten microbatches over pipelines that take 6, 10 and 15 for one."""
     assert min_max_shares(10, [Rate(head_s=0.0, each_s=each) for each in (6.0, 10.0, 15.0)]) == (5, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "losses", "published"), [(3600.0, 8, 7.23 / 8.05), (1800.0, 16, 5.95 / 8.05)]
+)
+def test_resihp_keeps_what_its_paper_has(interval_s, losses, published):
+    """LLaMA2-13B on A100s, TP4 DP2 PP4, single GPUs lost (arXiv 2605.06374, table 6); which ones is not told."""
+    profile = preset_profile("llama2-13b", "a100", tensor_parallel_size=4)
+    job = JobSpec(
+        num_layers=len(profile.costs.layers),
+        pipeline_model_parallel_size=4,
+        tensor_model_parallel_size=4,
+        num_microbatches=32,
+        tokens_per_step=1,
+        train_steps=1,
+    )
+    world = World(job=job, profile=profile, workers=tuple(range(8)), mtbf_s=interval_s, gpus_per_node=8)
+    kept = []
+    for seed in range(4):
+        played = play(ResiHP(), world, monotone(range(32), interval_s, losses, seed))
+        kept.append(played.tokens_per_s / played.history[0][1])
+    assert sum(kept) / 4 == pytest.approx(published, abs=0.08)

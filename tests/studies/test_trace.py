@@ -23,16 +23,15 @@ from odyssey_megatron.studies.baselines import (
     one_f_one_b_step_s,
 )
 from odyssey_megatron.studies.chameleon import Chameleon
+from odyssey_megatron.studies.odyssey import Odyssey
 from odyssey_megatron.studies.oobleck import Oobleck
+from odyssey_megatron.studies.playing import compare, play
 from odyssey_megatron.studies.recycle import ReCycle
 from odyssey_megatron.studies.stagger import staggered_step_s
 from odyssey_megatron.studies.trace import (
     ClusterChange,
     FailureTrace,
-    Odyssey,
-    compare,
     monotone,
-    play,
     read_trace,
     with_repairs,
 )
@@ -68,6 +67,14 @@ class Still(System):
         return Running(layout=None, step_s=10.0 * 8 / len(alive), downtime_s=100.0)
 
 
+def test_without_cells_flags_of_cells_change_nothing():
+    trace = with_repairs(WORLD.workers, mtbf_s=4000.0, repair_s=6000.0, duration_s=40_000.0, seed=5)
+    told = replace(WORLD, gpus_per_node=4, start_s=1.0)
+    plain, asked = (compare((one,), told, trace) for one in (Odyssey, partial(Odyssey, respawn=2)))
+    assert plain == asked == compare((Odyssey,), WORLD, trace)
+    assert plain[0].smaller == 0
+
+
 def test_play_adds_up():
     trace = FailureTrace(
         name="one", changes=(ClusterChange(t_s=500.0, died=(0, 1, 2, 3)),), duration_s=1000.0, mtbf_s=500.0
@@ -96,10 +103,30 @@ def test_traces():
         up = (up - set(change.died)) | set(change.joined)
         assert len(up) >= 4
     text = "10 kill 3\n20 join 3  # repaired\n30 end\n"
-    assert read_trace(text, range(8)).changes == (
+    assert read_trace(text, 8).changes == (
         ClusterChange(t_s=10.0, died=(3,)),
         ClusterChange(t_s=20.0, joined=(3,)),
     )
+    text = "10 kill 1:1\n20 kill 1:*\n30 join 1:*\n40 join 0:*\n" + "5 kill 0\n50 end\n"
+    assert read_trace(text, 8, gpus_per_node=4).changes == (
+        ClusterChange(t_s=5.0, died=(0,)),
+        ClusterChange(t_s=10.0, died=(5,)),
+        ClusterChange(t_s=20.0, died=(4, 6, 7)),
+        ClusterChange(t_s=30.0, joined=(4, 5, 6, 7)),
+        ClusterChange(t_s=40.0, joined=(0,)),
+    )
+
+
+def test_random_failures_may_take_whole_nodes():
+    asked = {"mtbf_s": 1000.0, "repair_s": 500.0, "duration_s": 90_000.0, "seed": 3, "gpus_per_node": 4}
+    assert with_repairs(range(16), **asked, node_share=0.0) == with_repairs(
+        range(16), **asked | {"gpus_per_node": 1}
+    )
+    found = with_repairs(range(16), **asked, node_share=0.5)
+    nodes = [change.died for change in found.changes if len(change.died) > 1]
+    assert all(len({gpu // 4 for gpu in died}) == 1 for died in nodes)
+    assert 0.3 < len(nodes) / sum(bool(change.died) for change in found.changes) < 0.7
+    assert found.name.endswith("50% of whole nodes")
 
 
 @pytest.mark.parametrize(
@@ -111,16 +138,19 @@ def test_traces():
         ("nan kill 3\n20 end", "line 1, 'nan kill 3': a number from 0 to"),
         ("-1 kill 3\n20 end", "found -1"),
         ("10 kill 3\ninf end", "found inf"),
-        ("10 kill 8\n20 end", "a whole number from 0 to 7 is expected, found 8"),
-        ("10 kill 3\n11 kill 3\n20 end", "line 2, '11 kill 3': the worker is dead by then"),
-        ("10 join 3\n20 end", "the worker is alive by then"),
-        ("10 kill three\n20 end", "found 'three'"),
+        ("10 kill 8\n20 end", "8: no such GPU. Write NODE:GPU or a rank, 0..7"),
+        ("10 kill 0:*\n11 kill 0:*\n20 end", "line 2, '11 kill 0:*': every GPU of it is dead by then"),
+        ("10 kill 1:2\n20 end", "1:2: no such GPU"),
+        ("10 kill 0:x\n20 end", "0:x: no such GPU"),
+        ("10 kill 3\n11 kill 3\n20 end", "line 2, '11 kill 3': the GPU is dead by then"),
+        ("10 join 3\n20 end", "the GPU is alive by then"),
+        ("10 kill three\n20 end", "three: no such GPU"),
         ("1 kill 1\n2 join 1\n" * 10_000 + "20 end", "it has 20,000 changes, and at most 10,000 are played"),
     ],
 )
 def test_what_no_trace_can_say(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_trace(text, range(8))
+        read_trace(text, 8)
 
 
 def test_one_f_one_b_is_equation_9():
