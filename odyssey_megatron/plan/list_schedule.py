@@ -284,8 +284,7 @@ def _list_schedule(
             free[seat], done[seat] = False, end
             heappush(events, end << bits | 2 * count + seat)
             if then[task]:
-                ready = (end << bits) + then[task]
-                heappush(events, ready)
+                heappush(events, ready := (end << bits) + then[task])
                 heappush(coming[worker[ready & mask]], ready >> bits)
     return done, queues
 
