@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.gathers import weights_late_s
-from odyssey_megatron.plan.layout import Block, Layout, Route
-from odyssey_megatron.plan.reductions import buckets
+from odyssey_megatron.plan.layout import Block, Hop, Layout, Route
+from odyssey_megatron.plan.reductions import buckets, until_passed
 from odyssey_megatron.plan.simulate import sum_s
 
 _ROUNDING = 1 + 1e-9
@@ -31,7 +31,8 @@ def lower_bound_s(
     - *Work*: a worker cannot start before the first activation can reach it, and then has all its forwards, input and
       weight gradients to do.
     - *Drain*: all its forwards and input gradients come before the last gradient leaves it, which then goes up to the
-      first stage.
+      first stage. Each worker on that way still has a weight gradient to do, and to sum those of its buckets that have
+      a layer of it, one after the other, each once its part of the weight gradient is done.
     - *Path*: a microbatch goes down, up again, and ends with a weight gradient.
     - *Sums*: a worker sums its buckets one after the other, after all its forwards and input gradients (on a first
       stage the last input gradient may still run), and one bucket after all that it computes.
@@ -39,12 +40,11 @@ def lower_bound_s(
       worker at least while it goes down to the head and up again, and bytes times seconds fit into the cap times the
       step (Little's law).
     """
-    work, caps, cut = _Work(layout, costs, speeds or {}), in_flight_cap or {}, buckets(layout, costs)
+    caps, cut = in_flight_cap or {}, buckets(layout, costs)
+    sums = _sums(layout, cut, costs)
+    work = _Work(layout, costs, speeds or {}, sums)
     # Deduplicated, since most workers are in the same place as others.
-    places = {
-        (work.visits.get(worker), caps.get(worker, 0), tuple(sums_s))
-        for worker, sums_s in _sums_s(layout, cut, costs).items()
-    }
+    places = {(work.visits.get(worker), caps.get(worker, 0), own) for worker, own in sums.items()}
     late_s = weights_late_s(layout, cut, costs)
     return max(work.path_s, *(_worker_s(*place) for place in places)) + costs.optimizer_s + late_s
 
@@ -88,14 +88,19 @@ def _in_pieces_s(num_microbatches: int, costs: Costs, speed: Sequence[float]) ->
         yield low * unit
 
 
-def _sums_s(layout: Layout, cut: Sequence[Block], costs: Costs) -> dict[int, list[float]]:
-    """Return, for each worker, the time of the sum of each of its buckets."""
-    found: dict[int, list[float]] = {worker: [] for worker in layout.workers}
+_Sums = tuple[tuple[int, int, float], ...]
+"""(first layer, last, seconds) of the sum of each of a worker's buckets."""
+
+
+def _sums(layout: Layout, cut: Sequence[Block], costs: Costs) -> dict[int, _Sums]:
+    """Return each worker's sums; one object for workers that have the same."""
+    found: dict[int, list[tuple[int, int, float]]] = {worker: [] for worker in layout.workers}
     for bucket in cut:
-        seconds = sum_s(costs, bucket, layout.copies)
+        one = bucket.first, bucket.last, sum_s(costs, bucket, layout.copies)
         for worker in bucket.holders:
-            found[worker].append(seconds)
-    return found
+            found[worker].append(one)
+    alike: dict[_Sums, _Sums] = {}
+    return {worker: alike.setdefault(tuple(own), tuple(own)) for worker, own in found.items()}
 
 
 class _Alike(NamedTuple):
@@ -125,7 +130,7 @@ class _Visits(NamedTuple):
     head_s: float
     """The earliest time at which it can start."""
     tail_s: float
-    """The shortest time from its last input gradient to the end of a route's backward."""
+    """The shortest time from its last input gradient to the end of a route's backward, and of the sums behind it."""
     drain_s: float
     """Time of all its forwards and input gradients."""
     weight_grads_s: float
@@ -179,8 +184,10 @@ class _Visits(NamedTuple):
 class _Work:
     """The work of each worker, worked out once for each kind of route."""
 
-    def __init__(self, layout: Layout, costs: Costs, speeds: Mapping[int, float]) -> None:
-        self.costs, self.speeds, self.lag = costs, speeds, costs.message_s()
+    def __init__(
+        self, layout: Layout, costs: Costs, speeds: Mapping[int, float], sums: Mapping[int, _Sums]
+    ) -> None:
+        self.costs, self.speeds, self.lag, self.sums = costs, speeds, costs.message_s(), sums
         self.path_s = 0.0
         """The longest way of a microbatch down and up again, to its last weight gradient."""
         known: dict[tuple[object, ...], list[_Visits]] = {}
@@ -189,7 +196,8 @@ class _Work:
             if not route.microbatches:
                 continue
             at_speed = [speeds.get(hop.worker, 1.0) for hop in route.hops] if speeds else ()
-            kind = (len(route.microbatches), *route.spans, *at_speed)
+            own = (id(sums[hop.worker]) for hop in route.hops)
+            kind = (len(route.microbatches), *route.spans, *at_speed, *own)
             if kind not in known:
                 known[kind] = self._of(route)
             for hop, visits in zip(route.hops, known[kind], strict=True):
@@ -213,6 +221,7 @@ class _Work:
         down_and_up = sum(f + i + 2 * self.lag for f, i, _ in times) - 2 * self.lag
         self.path_s = max(self.path_s, down_and_up + times[0][2])
         for hop, (forward, input_grad, weight_grad) in zip(route.hops, times, strict=True):
+            tail = max(tail, self._behind_s(hop))
             early = spans.early_bytes(hop.first, hop.last)
             whole = spans.activation_bytes(hop.first, hop.last)
             late = whole - early
@@ -234,14 +243,34 @@ class _Work:
             )
             down_and_up -= forward + input_grad + 2 * self.lag
             head += forward + self.lag
-            # After this worker's last input gradient comes that of the hop before, and so on up to the first hop,
-            # which still has a weight gradient to do.
-            tail = self.lag + input_grad + max(tail, weight_grad)
+            # After this worker's last input gradient comes that of the hop before, and so on up to the first hop.
+            tail += self.lag + input_grad
         return found
 
+    def _behind_s(self, hop: Hop) -> float:
+        """Return the least time from an input gradient's end at ``hop`` until its worker has done, and summed, the
+        weight gradient that follows.
 
-def _worker_s(visits: _Visits | None, cap: int, sums_s: Sequence[float]) -> float:
-    """Return the least time until a worker is through with its ``visits`` and sums."""
+        On a first stage nobody waits for the input gradient, so that a sum may begin while it still runs
+        (:class:`odyssey_megatron.plan.reductions.Tail`).
+        """
+        spans, speed = self.costs.spans, self.speeds.get(hop.worker, 1.0)
+        ready = list[tuple[float, float]]()
+        for first, last, seconds in self.sums[hop.worker]:
+            if first < hop.last and hop.first < last:
+                part_s = spans.weight_grad_s(max(first, hop.first), min(last, hop.last))
+                runs_s = 0.0 if hop.first else spans.input_grad_s(0, until_passed((0, hop.last), first))
+                ready.append(((part_s - runs_s) / speed, seconds))
+        behind_s, summed_s = spans.weight_grad_s(hop.first, hop.last) / speed, 0.0
+        for ready_s, seconds in sorted(ready, reverse=True):  # none so far begins before ``ready_s``
+            summed_s += seconds
+            behind_s = max(behind_s, ready_s + summed_s)
+        return behind_s
+
+
+def _worker_s(visits: _Visits | None, cap: int, sums: _Sums) -> float:
+    """Return the least time until a worker is through with its ``visits`` and ``sums``."""
+    sums_s = [seconds for _, _, seconds in sums]
     if visits is None:
         return sum(sums_s)
     done, computed_s, drained_s = visits.head_s + visits.drain_s, 0.0, 0.0
@@ -255,5 +284,5 @@ def _worker_s(visits: _Visits | None, cap: int, sums_s: Sequence[float]) -> floa
         computed_s = visits.head_s + max(waits_s + busy_s, through_s)
         drained_s = visits.head_s + waits_s + busy_s + behind_s
     computed_s = max(done + visits.weight_grads_s, computed_s)
-    sums = done - visits.beside_s + sum(sums_s)
-    return max(computed_s + min(sums_s), sums, done + visits.tail_s, drained_s, sum(sums_s))
+    summed_s = done - visits.beside_s + sum(sums_s)
+    return max(computed_s + min(sums_s), summed_s, done + visits.tail_s, drained_s, sum(sums_s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
 
@@ -15,8 +15,9 @@ from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.plan.list_schedule import Solved, best_order
 from odyssey_megatron.plan.memory import activation_caps, minimum_bytes
 from odyssey_megatron.plan.polish import polished
-from odyssey_megatron.plan.reductions import NO_TAIL, Tail
+from odyssey_megatron.plan.reductions import NO_TAIL, Tail, buckets
 from odyssey_megatron.plan.schedule import Instr, Program, Schedule
+from odyssey_megatron.plan.simulate import sum_s
 from odyssey_megatron.plan.tasks import TICKS_PER_S, Shape
 from odyssey_megatron.plan.visits import OPS
 
@@ -87,12 +88,16 @@ def order_routes(
     done_s = dict.fromkeys(layout.workers, 0.0)
     here: dict[Shape, Solved] = {}
     groups = []
-    for routes in independent(layout.routes):
+    together = independent(layout.routes)
+    sums_s = _sums_s(layout, costs) if any(len(routes) > 1 for routes in together) else {}
+    for routes in together:
         # In order of appearance, so that equal pipelines look equal whichever workers they have.
         routes.sort(key=lambda route: _looks(route, caps, speeds or {}))
         workers = tuple(dict.fromkeys(hop.worker for route in routes for hop in route.hops))
         microbatches = _by_turn(routes)
         shape = _shape(routes, workers, microbatches, caps, speeds or {}, costs)
+        if len(routes) > 1 and any(own := tuple(sums_s[worker] for worker in workers)):
+            shape = replace(shape, sums_s=own)
         if shape not in here:
             try:
                 ends_s = [before_s[worker] for worker in workers] if before_s else None
@@ -133,6 +138,20 @@ def solve(
     if best is None:
         return best_order(shape, costs, before_s)
     return best if before_s is None or _in_time(best, before_s) else None
+
+
+def _sums_s(layout: Layout, costs: Costs) -> dict[int, float]:
+    """Return, for each worker, the time of all its sums.
+
+    Orders of routes that share workers are compared by them. Those of single routes are not: partitions of many kinds
+    share them, which have other numbers of pipelines and so other sums.
+    """
+    found = dict.fromkeys(layout.workers, 0.0)
+    for bucket in buckets(layout, costs):
+        seconds = sum_s(costs, bucket, layout.copies)
+        for worker in bucket.holders:
+            found[worker] += seconds
+    return found
 
 
 def size_bytes(solved: Solved) -> int:

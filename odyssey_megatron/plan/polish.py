@@ -11,7 +11,7 @@ from random import Random
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.list_schedule import Solved
-from odyssey_megatron.plan.tasks import TICKS_PER_S, Tasks, finished, numbered_tasks
+from odyssey_megatron.plan.tasks import TICKS_PER_S, Tasks, finished, numbered_tasks, summed
 
 _AT_ONCE = (1, 1, 1, 2, 3)
 """The numbers of neighbouring tasks that are moved together, from which one is drawn."""
@@ -30,7 +30,7 @@ def polished(solved: Solved, costs: Costs, tries: int, seed: int = 0) -> Solved:
     best = [[(code & 7) * count + (code >> 3) for code in queue] for queue in solved.queues]
     done = finished(tasks, best)
     assert done is not None, "what was list-scheduled runs"
-    first = max(done)
+    first = longest = summed(tasks, best, done)
     for _ in range(tries):
         seat = rng.randrange(len(best))
         moved = _moved(best[seat], rng)
@@ -38,11 +38,11 @@ def polished(solved: Solved, costs: Costs, tries: int, seed: int = 0) -> Solved:
             continue
         before, best[seat] = best[seat], moved
         ends = finished(tasks, best)
-        if ends is None or max(ends) > max(done):
+        if ends is None or (now := summed(tasks, best, ends)) > longest:
             best[seat] = before
         else:
-            done = ends
-    if max(done) >= first:  # if it is no shorter, keep the list schedule's
+            done, longest = ends, now
+    if longest >= first:  # if it is no shorter, keep the list schedule's
         return solved
     return Solved(
         shape=solved.shape,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
 from odyssey_megatron.errors import LayoutInvalid, PlanInfeasible
@@ -14,7 +14,8 @@ from odyssey_megatron.plan.costs import Costs
 TICKS_PER_S = 10**9
 """Scheduling counts in whole nanoseconds, so that equal times compare equal on every machine."""
 
-_ALWAYS = 2**30
+ALWAYS = 2**30
+"""A number of microbatches in flight that is never reached."""
 
 _ALIKE = 1.03
 """Times within this factor of each other are taken to be one time, measured more than once."""
@@ -33,6 +34,8 @@ class Shape:
     speeds: tuple[float, ...]
     lags_s: tuple[tuple[int, int, float], ...] = ()
     """(sender, receiver, how many seconds longer a message takes) of slow links."""
+    sums_s: tuple[float, ...] = ()
+    """For each worker, the time of all its sums, if orders are to be compared by when these end; else empty."""
 
     def visits(self) -> list[tuple[int, int, int]]:
         """Return (microbatch, first layer, last) of each visit, as numbered in :mod:`odyssey_megatron.plan.visits`."""
@@ -87,6 +90,8 @@ class Tasks:
     """For each task, the bytes that it adds, or frees if negative."""
     then: list[int]
     """For each task, what its end makes ready: delay << bits | task; 0 for nothing."""
+    sums: list[int]
+    """For each worker, the time of its sums; empty if they do not count (``Shape.sums_s``)."""
     bits: int
     """Number of bits for what an event names: a task, or a worker, which are numbered after the tasks."""
 
@@ -137,7 +142,7 @@ def rows_of(shape: Shape, costs: Costs) -> list[list[Row]]:
             if at == 0 and need:
                 share = min(1.0, ((room + need) // need) / (behind + 1))
             scaled = min(behind, max(0, round((behind + 1) * share) - 1))
-            deeper = _ALWAYS if worker in (before for before, *_ in hops[:at]) else behind
+            deeper = ALWAYS if worker in (before for before, *_ in hops[:at]) else behind
             to = (hops[at + 1][0] if behind else -1, hops[at - 1][0] if at else -1)
             ways = (round((lag_s + late_s.get((worker, one), 0.0)) * TICKS_PER_S) for one in to)
             row.append(Row(worker, *span, room, behind, deeper, scaled, at == 0, *ways))
@@ -175,6 +180,7 @@ def tasks_of(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]]
             *(0 if row.starts else (row.up << bits) + count + visit - 1 for visit, row in enumerate(values)),
             *(0 for _ in values),
         ],
+        sums=[round(sums_s * TICKS_PER_S) for sums_s in shape.sums_s],
         bits=bits,
     )
 
@@ -215,6 +221,19 @@ def finished(tasks: Tasks, queues: Sequence[Sequence[int]]) -> list[int] | None:
                     awake.append(waiting.pop(other))
         at[seat], now[seat] = i, time
     return None if left else now
+
+
+def summed(tasks: Tasks, queues: Sequence[Sequence[int]], done: Sequence[int]) -> int:
+    """Return when all have computed, in ticks, and summed, if each sums as soon as only weight gradients are left.
+
+    Args:
+        done: for each worker, when it has computed what is in its queue.
+    """
+    longest, first = max(done), 2 * len(tasks.visits)
+    for queue, end, sums in zip(queues, done, tasks.sums, strict=bool(tasks.sums)):
+        tail = takewhile(lambda task: task >= first, reversed(queue))
+        longest = max(longest, end - sum(tasks.ticks[task] for task in tail) + sums)
+    return longest
 
 
 def rounded(tasks: Tasks, parts: int) -> Tasks:

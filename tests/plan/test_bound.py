@@ -1,13 +1,15 @@
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
 from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.memory import minimum_bytes
 from odyssey_megatron.plan.render import render
 from odyssey_megatron.plan.simulate import simulate
-from tests.plan.samples import uniform_costs
+from tests.plan.samples import measured, uniform_costs
 
 
 def test_one_worker_is_bound_by_its_work():
@@ -55,6 +57,50 @@ def test_memory_that_is_short_makes_a_worker_wait():
     caps = dict.fromkeys(range(4), 2 * size)
     step_s = simulate(build_schedule(layout, costs, in_flight_cap=caps), layout, costs).step_s
     assert 8 * (8 + 1) / 2 + (1 + 1) / 2 == lower_bound_s(layout, costs, in_flight_cap=caps) <= step_s
+
+
+def test_the_last_gradient_is_summed_after_its_way_up():
+    """Of two pipelines of three stages with a layer each. The last worker of each ends its last input gradient after
+    2 + 8 s; above it follow two input gradients, the first layer's weight gradient, and that layer's sum.
+    """
+    routes = (
+        pipeline_route((0, 1, 2), (1, 2, 3), tuple(range(4))),
+        pipeline_route((3, 4, 5), (1, 2, 3), tuple(range(4, 8))),
+    )
+    layout = layout_from_routes(3, routes)
+    costs = replace(uniform_costs(3, weight_grad_s=0.25), bucket_bytes=0, link_bytes_per_s=0.1)
+    assert simulate(build_schedule(layout, costs), layout, costs).step_s >= lower_bound_s(layout, costs)
+    assert lower_bound_s(layout, costs) == 2 + 8 + 2 + 0.25 + 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_schedule_is_shorter_whatever_memory_and_sums_take(seed):
+    rng = Random(seed)
+    stages, replicas, microbatches = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 8)
+    num_layers, legs = stages * rng.randint(1, 3) * (twice := rng.randint(1, 2)), twice if stages > 1 else 1
+    each = num_layers // stages // legs
+    places = [*range(stages), *reversed(range(stages - 1))] if legs == 2 else [*range(stages)]
+    ends = [each * (at + 1) for at in range(len(places) - 1)] + [num_layers]
+    routes = (
+        pipeline_route(
+            tuple(at + stages * one for at in places),
+            tuple(ends),
+            tuple(range(microbatches * one, microbatches * (one + 1))),
+        )
+        for one in range(replicas)
+    )
+    layout = layout_from_routes(num_layers, tuple(routes))
+    costs = replace(
+        measured(uniform_costs(num_layers, message_s=rng.choice((0.0, 0.1))), seed),
+        bucket_bytes=rng.choice((0, 2, 10**6)),
+        link_bytes_per_s=rng.choice((0.05, 0.3, 3.0)),
+    )
+    speeds = {rng.choice(layout.workers): rng.choice((0.5, 1.0))}
+    more = rng.randint(0, 3 * num_layers)
+    caps = {worker: least + more for worker, least in minimum_bytes(layout, costs).items()}
+    schedule = build_schedule(layout, costs, in_flight_cap=caps, speeds=speeds)
+    step_s = simulate(schedule, layout, costs, speeds).step_s
+    assert lower_bound_s(layout, costs, speeds, caps) <= step_s * (1 + 1e-9) + 1e-7
 
 
 def test_last_stage_starts_late():

@@ -18,6 +18,7 @@ from odyssey_megatron.plan.tasks import (
     numbered_tasks,
     rounded,
     rows_of,
+    summed,
     tasks_of,
 )
 from tests.plan.samples import measured, uniform_costs
@@ -81,6 +82,32 @@ def test_so_does_a_limit_of_each_workers_own(args):
     ends_s[first] = 0.9 * solved.done_s[first]
     found = best_order(shape, costs, ends_s)
     assert found is None or all(a <= b for a, b in zip(found.done_s, ends_s, strict=True))
+
+
+@pytest.mark.parametrize("args", [(8, 14, 0), (8, 12, -2), (16, 24, -4)])
+def test_a_worker_rather_waits_for_what_comes_soon_than_begins_a_weight_gradient(monkeypatch, args):
+    shape = shape_of(*args)
+    costs = uniform_costs(LAYERS, message_s=0.3, forward_s=3.0, input_grad_s=4.0, weight_grad_s=2.0)
+    took_s = max(best_order(shape, costs).done_s)
+    monkeypatch.setattr(list_schedule, "_PATIENT_ALONE", ())
+    assert took_s < 0.993 * max(best_order(shape, costs).done_s)
+
+
+def test_orders_are_compared_by_when_their_sums_end():
+    """Two routes share a worker: with sums more weight gradients are left for the end, which may be a little later."""
+    costs = measured(uniform_costs(LAYERS, message_s=0.1), message_s=0.1)
+    without = replace(rerouted((4,) * 8, 2, 8), caps=(10**6,) * 15)
+    shape = replace(without, sums_s=(60.0,) * 15)
+    tasks = numbered_tasks(shape, costs)
+
+    def summed_s(solved):
+        queues = [[(code & 7) * len(tasks.visits) + (code >> 3) for code in queue] for queue in solved.queues]
+        done = finished(tasks, queues)
+        assert done == [round(done_s * TICKS_PER_S) for done_s in solved.done_s]
+        return summed(tasks, queues, done) / TICKS_PER_S
+
+    by_sums, by_compute = best_order(shape, costs), best_order(without, costs)
+    assert max(by_sums.done_s) <= summed_s(by_sums) < 0.95 * summed_s(by_compute)
 
 
 def test_round_times():
