@@ -71,7 +71,6 @@ def test_with_redundancy_auto_a_single_pipeline_may_have_shadows():
     config, costs = replace(CONFIG, redundancy="auto"), replace(PROFILE.costs, memory_bytes=31 * 2**30)
     cheap, dear = (decided(config, costs=costs, restart_s=restart_s) for restart_s in (10.0, 7200.0))
     assert cheap.best.option.note == "pipelines 17"
-    assert any("with new shadows" in row.reason for row in cheap.candidates)
     assert dear.best.option.note == "pipelines 17, with new shadows"
     assert min(map(len, dear.best.layout.holders)) == 2
     assert dear.candidates[0].next_loss == 0.0
