@@ -178,7 +178,8 @@ class MegatronJobs:
         return self._server.run(
             ["--nproc-per-node", str(ranks), *before, path, *" ".join(usual).split(), *flags.split()],
             log=self.folder / f"{name}.log",
-            env={"ODYSSEY_DEVICE": "cpu", "NCCL_ALGO": "Ring"},  # which --deterministic-mode asks for, unused
+            # --deterministic-mode asks for the latter two.
+            env={"ODYSSEY_DEVICE": "cpu", "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
         )
 
 

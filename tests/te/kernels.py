@@ -1,6 +1,6 @@
 """What Transformer Engine's Python modules call of their compiled extension, ``transformer_engine_torch``, in torch.
 
-Only what training in 16, 32 and 64 bits calls. Names, arguments and results are those of Transformer Engine 2.9
+Only what training in 16, 32 and 64 bits calls. Names, arguments and results are those of Transformer Engine 2.11
 (transformer_engine/pytorch/csrc/extensions/pybind.cpp, gemm.cpp, normalization.cpp, softmax.cpp). Its kernels have no
 float64; these have, so that runs can be compared to the last digits. Whatever is missing is an error by its name.
 """
@@ -328,6 +328,7 @@ def fused_rope_forward(
 def fused_rope_backward(
     output_grads: torch.Tensor,
     freqs: torch.Tensor,
+    start_positions: None,
     qkv_format: str,
     interleaved: bool,
     cu_seqlens: torch.Tensor | None,

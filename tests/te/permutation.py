@@ -1,4 +1,4 @@
-"""What Transformer Engine's ``--moe-permute-fusion`` calls of its Triton kernels (2.9, pytorch/triton/permutation.py).
+"""What Transformer Engine's ``--moe-permute-fusion`` calls of its Triton kernels (2.11, pytorch/triton/permutation.py).
 
 A map of rows, [rows, 2], says of each row that experts compute which token it is, and for which expert.
 """

@@ -1,6 +1,6 @@
 """Transformer Engine's layers: gradients that always accumulate, weight gradients apart from input gradients, and fp8.
 
-Written against the sources of Transformer Engine 2.3 to 2.18. Its Python modules of 2.9 run it in ``tests/te``, on a
+Written against the sources of Transformer Engine 2.3 to 2.18. Its Python modules of 2.11 run it in ``tests/te``, on a
 CPU; no GPU has.
 
 **Accumulating.** Megatron's wrappers pass ``is_first_microbatch`` to TE: True for the first forward of a module
