@@ -14,9 +14,12 @@ from odyssey_megatron.studies.traceplay import main_simulate
 from odyssey_megatron.studies.whatif import main_plan
 
 TP4 = (
-    "--model llama2-7b --cluster 4x8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"
+    "--model llama2-7b --cluster 4x8 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 "
+    "--num-microbatches 6"
 ).split()
 """Eight cells of four GPUs, four pipelines of two."""
+TOKENS = 24 * 4096
+"""Of a step: six sequences for each pipeline."""
 BROKEN, REPAIRED, END_S = 1000.0, 20_000.0, 40_000.0
 
 
@@ -37,7 +40,7 @@ def play(capsys, tmp_path):
 def test_what_is_left_of_a_cell_trains_until_it_is_whole_again(play, capsys):
     found, notes = play("--odyssey-respawn", "1", "--start-s", "50")
     times, rates, _ = zip(*found["odyssey"]["history"], strict=True)
-    step_s = 4 * 4096 * 4 / rates[0]  # 16 microbatches of a sequence
+    step_s = TOKENS / rates[0]
     assert times == pytest.approx(
         (0, BROKEN, BROKEN + 100 + 4 * step_s, REPAIRED, REPAIRED + 50 + 4 * step_s)
     )
@@ -54,7 +57,7 @@ def test_what_is_left_of_a_cell_trains_until_it_is_whole_again(play, capsys):
     assert main_plan([*TP4, *asked]) == 0
     plan = json.loads(capsys.readouterr().out)["smaller"]
     assert plan["sizes"] == {"0": 2}
-    assert 16 * 4096 / plan["plan"]["step_s"] == pytest.approx(rates[2])
+    assert TOKENS / plan["plan"]["step_s"] == pytest.approx(rates[2])
 
 
 def test_flags_ask_for_it_and_against_it(play):

@@ -63,9 +63,9 @@ def _unwrap(parameters: Iterable[torch.nn.Parameter]) -> None:
     """
     for parameter in parameters:
         if parameter.requires_grad:
-            # torch gives the hooks away only by the handle of one more.
-            handle = get_gradient_edge(parameter).node.register_hook(lambda *gradients: None)
-            hooks = handle.hooks_dict_ref()
+            # A node that nobody else keeps is a new one, and torch gives hooks away only by the handle of one more.
+            node = get_gradient_edge(parameter).node
+            hooks = node.register_hook(lambda *gradients: None).hooks_dict_ref()
             assert hooks is not None, "the node has them as long as it lives"
             hooks.clear()
 

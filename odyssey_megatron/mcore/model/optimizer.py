@@ -357,7 +357,8 @@ def count_steps(inner: torch.optim.Optimizer) -> None:
 def _tried(
     inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[bool, dict[str, torch.Tensor]]:
-    """What a step of ``inner`` does to a parameter of four numbers, [2, 2], with the settings of ``group``.
+    """What a step of ``inner`` does to a parameter of four numbers, [2, 2], with the settings of ``group`` but its rate,
+    which may be too large for ``dtype``.
 
     Returns:
         Whether the group then counts steps, and what is kept of the parameter.
@@ -366,7 +367,7 @@ def _tried(
     parameter.grad = torch.zeros_like(parameter)
     tried = object.__new__(type(inner))
     tried.__dict__.update(inner.__dict__)
-    tried.param_groups, tried.state = [{**group, "params": [parameter]}], defaultdict(dict)
+    tried.param_groups, tried.state = [{**group, "lr": 0.0, "params": [parameter]}], defaultdict(dict)
     tried.step()
     return "step" in tried.param_groups[0], tried.state[parameter]
 
