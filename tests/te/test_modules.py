@@ -40,7 +40,8 @@ def test_what_gpus_run():
 @pytest.fixture(scope="module")
 def passed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> str:
     """What ``tests/te/cell.py`` prints of the cases that are asked for."""
-    asked = {name for item in request.session.items for name in ALL if item.name.endswith(f"[{name}]")}
+    items = [item.name for item in request.session.items if item.path == request.path]
+    asked = {name for item in items for name in ALL if item.endswith(f"[{name}]")}
     wanted = {name: case for name, case in ALL.items() if name in asked}
     return printed("tests.te.cell", tmp_path_factory.mktemp("cells"), wanted)
 

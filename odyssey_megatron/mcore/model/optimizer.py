@@ -357,8 +357,8 @@ def count_steps(inner: torch.optim.Optimizer) -> None:
 def _tried(
     inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[bool, dict[str, torch.Tensor]]:
-    """What a step of ``inner`` does to a parameter of four numbers, [2, 2], with the settings of ``group`` but its rate,
-    which may be too large for ``dtype``.
+    """What a step of ``inner`` does to a parameter of four numbers, [2, 2], with the settings of ``group``, except for
+    its rate, which may be too large for ``dtype``.
 
     Returns:
         Whether the group then counts steps, and what is kept of the parameter.
