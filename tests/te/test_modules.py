@@ -25,6 +25,7 @@ OF_GROUPS: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 """Of these a rank has its experts in two products of several weights each (``--moe-grouped-gemm``)."""
 ALL = CASES | OF_GROUPS
+pytestmark = pytest.mark.timeout(300)
 ALWAYS = "biases", "sequence parallel", "16 bits", "gangs", "uneven gangs", "grouped gangs"
 
 
