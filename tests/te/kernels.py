@@ -362,21 +362,13 @@ def multi_tensor_adam(
     chunk_size: int,
     noop_flag: torch.Tensor,
     lists: Tensors,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    *hyper: Any,
 ) -> None:
     """A step of Adam on (gradients, parameters, first moments, second moments[, float32 copies of the parameters]);
-    ``mode`` 1 decays weights apart from gradients.
+    ``hyper`` are the last arguments of :func:`_stepped`.
     """
     if noop_flag.item():
         return
-    hyper = lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
     for gradient, parameter, exp_avg, exp_avg_sq, *main in zip(*lists, strict=True):
         weight = main[0] if main else parameter
         weight.copy_(_stepped(weight, gradient, exp_avg, exp_avg_sq, *hyper))
@@ -388,19 +380,11 @@ def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: torch.Tensor,
     lists: Tensors,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
+    *hyper: Any,
 ) -> None:
     """The same for bfloat16 parameters whose float32 copies are they and the 16 bits below, int16, the fifth list."""
     if noop_flag.item():
         return
-    hyper = lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
     for gradient, parameter, exp_avg, exp_avg_sq, below in zip(*lists, strict=True):
         low, high = below.to(torch.int32), parameter.view(torch.int16).to(torch.int32)
         high = torch.where(low < 0, high - 1, high)  # the parameter is rounded
@@ -426,7 +410,7 @@ def _stepped(
     bias_correction: int,
     weight_decay: float,
 ) -> torch.Tensor:
-    """The weight after a step; the moments are changed in place."""
+    """The weight after a step; the moments are changed in place. ``mode`` 1 decays weights apart from gradients."""
     first, second = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
     wide = torch.promote_types(weight.dtype, torch.float32)
     w, g = weight.to(wide), gradient.to(wide)

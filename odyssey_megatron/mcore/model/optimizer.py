@@ -331,7 +331,9 @@ def _create_state(inner: torch.optim.Optimizer, moments: Mapping[str, torch.dtyp
     """
     for group in inner.param_groups:
         for dtype, device in {(one.dtype, one.device) for one in group["params"]}:
-            kept = _tried(inner, group, dtype, device)[1]
+            counts, kept = _tried(inner, group, dtype, device)
+            if counts:
+                group.setdefault("step", 0)
             for one in group["params"]:
                 if (one.dtype, one.device) == (dtype, device):
                     inner.state[one] = {
@@ -341,7 +343,6 @@ def _create_state(inner: torch.optim.Optimizer, moments: Mapping[str, torch.dtyp
                         for name, value in kept.items()
                         if value is not None
                     }
-    count_steps(inner)
 
 
 def count_steps(inner: torch.optim.Optimizer) -> None:
