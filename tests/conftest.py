@@ -76,6 +76,13 @@ def pytest_generate_tests(metafunc: Any) -> None:
             metafunc.parametrize(name, given or [skipped], ids=lambda one: one and one.name, scope="session")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A model of Megatron's leaves its choice of attention in the environment. It ends with its test."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many tests a checkout would add."""
