@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from math import gcd, inf
+from math import floor, gcd, inf
 from typing import NamedTuple
 
 from odyssey_megatron.plan.costs import Costs
@@ -12,6 +12,7 @@ from odyssey_megatron.plan.gathers import weights_late_s
 from odyssey_megatron.plan.layout import Block, Hop, Layout, Route
 from odyssey_megatron.plan.reductions import buckets, until_passed
 from odyssey_megatron.plan.simulate import sum_s
+from odyssey_megatron.plan.tasks import TICKS_PER_S
 
 _ROUNDING = 1 + 1e-9
 """Allows for rounding where a time should be a whole multiple of another."""
@@ -86,6 +87,11 @@ def _in_pieces_s(num_microbatches: int, costs: Costs, speed: Sequence[float]) ->
                 done = sum(count * int(middle * one * _ROUNDING) for one, count in how_many.items())
                 low, high = (low, middle) if done >= units else (middle, high)
         yield low * unit
+
+
+def _least_s(seconds: float) -> float:
+    """Return ``seconds`` in whole ticks (:mod:`odyssey_megatron.plan.tasks`), rounded down; schedules may round up."""
+    return floor(seconds * TICKS_PER_S + 1e-3) / TICKS_PER_S
 
 
 _Sums = tuple[tuple[int, int, float], ...]
@@ -187,7 +193,7 @@ class _Work:
     def __init__(
         self, layout: Layout, costs: Costs, speeds: Mapping[int, float], sums: Mapping[int, _Sums]
     ) -> None:
-        self.costs, self.speeds, self.lag, self.sums = costs, speeds, costs.message_s(), sums
+        self.costs, self.speeds, self.lag, self.sums = costs, speeds, _least_s(costs.message_s()), sums
         self.path_s = 0.0
         """The longest way of a microbatch down and up again, to its last weight gradient."""
         known: dict[tuple[object, ...], list[_Visits]] = {}
@@ -211,7 +217,7 @@ class _Work:
         for hop in route.hops:
             at, speed = (hop.first, hop.last), self.speeds.get(hop.worker, 1.0)
             kinds = (spans.forward_s(*at), spans.input_grad_s(*at), spans.weight_grad_s(*at))
-            out.append((kinds[0] / speed, kinds[1] / speed, kinds[2] / speed))
+            out.append((_least_s(kinds[0] / speed), _least_s(kinds[1] / speed), _least_s(kinds[2] / speed)))
         return out
 
     def _of(self, route: Route) -> list[_Visits]:
@@ -255,13 +261,14 @@ class _Work:
         (:class:`odyssey_megatron.plan.reductions.Tail`).
         """
         spans, speed = self.costs.spans, self.speeds.get(hop.worker, 1.0)
-        ready = list[tuple[float, float]]()
+        whole_s = spans.weight_grad_s(hop.first, hop.last) / speed
+        least_s, ready = _least_s(whole_s), list[tuple[float, float]]()
         for first, last, seconds in self.sums[hop.worker]:
             if first < hop.last and hop.first < last:
                 part_s = spans.weight_grad_s(max(first, hop.first), min(last, hop.last))
                 runs_s = 0.0 if hop.first else spans.input_grad_s(0, until_passed((0, hop.last), first))
-                ready.append(((part_s - runs_s) / speed, seconds))
-        behind_s, summed_s = spans.weight_grad_s(hop.first, hop.last) / speed, 0.0
+                ready.append(((part_s - runs_s) / speed - (whole_s - least_s), seconds))
+        behind_s, summed_s = least_s, 0.0
         for ready_s, seconds in sorted(ready, reverse=True):  # none so far begins before ``ready_s``
             summed_s += seconds
             behind_s = max(behind_s, ready_s + summed_s)

@@ -30,7 +30,7 @@ def test_the_slow_pipeline_is_left():
     assert computing == set(before.workers) - {hop.worker for hop in slow.hops}
     assert set(plan.layout.workers) - computing == {slow.hops[1].worker}, "who is fast stays up to date"
     least_s = {row.name: row.step_s for row in decision.candidates}
-    assert least_s["drain"] <= plan.step_s * (1 + 1e-8) < least_s["keep"], "schedules count whole nanoseconds"
+    assert least_s["drain"] <= plan.step_s * (1 + 1e-12) < least_s["keep"]
 
 
 def test_every_pipeline_is_slow():
