@@ -62,8 +62,7 @@ _SHARDS_KEPT: _Reasons = (
 
 _EVEN_GANGS: _Reasons = (
     ("it has no more experts than ranks", lambda config: _experts_of_one(config) < 2),
-    # Of ranks without a lane in a turn these see what no router has chosen.
-    ("it predicts several tokens (--mtp-num-layers)", lambda config: config.mtp_num_layers),
+    # Of ranks without a lane in a turn they see what no router has chosen.
     ("it logs, or clips by, attention logits", lambda config: _looks_at_logits(config)),
 )
 

@@ -45,6 +45,7 @@ LAYERS = (
     "--check-weight-hash-across-dp-replicas-interval 1",
     "--optimizer sgd",
     "--micro-batch-size 2",
+    "--mtp-num-layers 1",
 )
 STATES = ("", "", "--use-distributed-optimizer", "--use-distributed-optimizer --odyssey-redundancy-level 2")
 POLICIES = ("reroute", "reroute", "auto", "replan")

@@ -169,6 +169,7 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
                 f"--hidden-dropout 0.1 --attention-dropout 0.1 {HASHED}",
                 "--moe-token-dispatcher-type allgather",
                 "--moe-expert-capacity-factor 1.25",
+                "--mtp-num-layers 1",
             )
         ),
     ],

@@ -55,6 +55,10 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
             "config.recompute_num_layers": 1,
         },
     ),
+    "uneven gangs that predict two tokens": (
+        [4, 3],
+        EXPERTS | {"expert_model_parallel_size": 4, "num_experts": 8, "mtp_num_layers": 2},
+    ),
     "gangs whose routers draw": (
         [4, 3, 2],
         EXPERTS
@@ -110,7 +114,7 @@ def test_why_cells_are_kept_whole(megatron, changes, why):
         ({}, ""),
         ({"num_experts": 2}, "no more experts than ranks"),
         ({"config.moe_grouped_gemm": True}, ""),
-        ({"mtp_num_layers": 1}, "several tokens"),
+        ({"mtp_num_layers": 1}, ""),
         ({"config.log_max_attention_logit": True}, "attention logits"),
         ({"config.moe_permute_fusion": True}, ""),
     ],

@@ -5,7 +5,8 @@ losses and random numbers depend on the same things.
 
 In the last turn of an uneven gang some ranks have no lane left. They compute their first lane's microbatch once more,
 since their experts are needed, and since all ranks take part in each message. It counts for nothing: their routers
-choose no experts (``experts.Routing``), and its results are left out, so that gradients are zeros.
+choose no experts (``experts.Routing``), and its results are left out, so that gradients are zeros. So are those of
+losses that its forward adds in passing (``LossScale.beside``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ Forward = Callable[[int, torch.Tensor | None], torch.Tensor]
 
 
 def in_turn(
-    cell: Cell, activation: torch.Tensor | None, go: Callable[[int], int], forward: Forward
+    cell: Cell,
+    activation: torch.Tensor | None,
+    go: Callable[[int], int],
+    forward: Forward,
+    *,
+    back: Callable[[int], object],
 ) -> torch.Tensor:
     """Run ``forward`` for each lane that this rank of ``cell`` has, and return the results together.
 
@@ -32,7 +38,7 @@ def in_turn(
     summed instead. ``go`` switches to a lane's microbatch, and returns its number.
 
     The backward also takes the lanes in turn, the last one first, since autograd starts with what was computed last.
-    Each lane begins with ``go``, since recomputation draws random numbers.
+    Each lane begins with ``back``, since recomputation draws random numbers.
     """
     if cell.lane_each == 1:
         return forward(go(cell.held_lanes[0]), activation)
@@ -45,7 +51,7 @@ def in_turn(
     for lane, row in zip(turns, rows, strict=True):
         outputs.append(forward(go(lane), row))
         if outputs[-1].requires_grad:
-            outputs[-1].register_hook(_before(go, lane))  # type: ignore[no-untyped-call]
+            outputs[-1].register_hook(_before(back, lane))  # type: ignore[no-untyped-call]
     # The backward goes through all of them, with zeros for those that do not count.
     if outputs[0].dim():
         return torch.cat([*outputs[:own], *(one[:0] for one in outputs[own:])])
@@ -63,8 +69,8 @@ def _apart(row: torch.Tensor | None) -> torch.Tensor | None:
     return None if row is None else row.detach().requires_grad_(row.requires_grad)
 
 
-def _before(go: Callable[[int], int], lane: int) -> Callable[[torch.Tensor], None]:
+def _before(back: Callable[[int], object], lane: int) -> Callable[[torch.Tensor], None]:
     def begins(grad: torch.Tensor) -> None:
-        go(lane)
+        back(lane)
 
     return begins

@@ -36,6 +36,7 @@ class LossScale:
         """
         self._ends_job = ends_job
         self._word: Word = None
+        self._beside: list[Any] = []
         self.skipped_steps = self.skipped_samples = 0
         """Steps since the job was started that do not count in the learning rate's schedule, and the number of their
         samples.
@@ -75,12 +76,18 @@ class LossScale:
         for one in _BESIDE if word is not None else ():
             scale = one.main_loss_backward_scale
             one.main_loss_backward_scale = word if scale is None else scale * word
+        self._beside = [one.main_loss_backward_scale for one in _BESIDE]
         try:
             yield
         finally:
             self._word = None
             for one, scale in zip(_BESIDE, before, strict=True):
                 one.main_loss_backward_scale = scale
+
+    def beside(self, *, counts: bool) -> None:
+        """In the body of :meth:`only_if`: whether losses count from now on that no forward step returns."""
+        for one, scale in zip(_BESIDE, self._beside, strict=True):
+            one.main_loss_backward_scale = scale if counts else 0.0
 
     @property
     def skips(self) -> bool:

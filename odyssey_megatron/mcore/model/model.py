@@ -213,12 +213,18 @@ class MegatronModel(Holdings):
             activation,
             lambda lane: self.microbatches.go_to(microbatch, lane),
             lambda number, rows: self._forward_of_lane(number, first, last, rows, ahead=ahead, needs=needs),
+            back=lambda lane: self._back_to(microbatch, lane),
         )
         if self._training:
             self._flights[self.microbatches.go_to(microbatch), first] = Flight(
                 activation, output, WeightGrads(), last - first
             )
         return output
+
+    def _back_to(self, microbatch: int, lane: int) -> None:
+        """Go on in ``lane`` of the plan's ``microbatch``, in the middle of its backward."""
+        self.microbatches.go_to(microbatch, lane)
+        self.loss_scale.beside(counts=not self.microbatches.is_idle)
 
     def _forward_of_lane(
         self,
