@@ -48,7 +48,16 @@ a whole microbatch.
 """
 
 _SHARDS_KEPT: _Reasons = (
-    ("it has multi-latent attention", lambda config: getattr(config, "multi_latent_attention", False)),
+    # There each tensor-parallel rank adds to the gradient of the keys' positions what its own heads give (megatron
+    # core_v0.16.1 transformer/multi_latent_attention.py, ``get_query_key_value_tensors``): their copies come apart.
+    (
+        "it has multi-latent attention without --sequence-parallel",
+        lambda config: (
+            getattr(config, "multi_latent_attention", False)
+            and config.tensor_model_parallel_size > 1
+            and not config.sequence_parallel
+        ),
+    ),
     (
         "its softmax has an offset for each head",
         lambda config: getattr(config, "softmax_type", "vanilla") != "vanilla",
@@ -166,6 +175,7 @@ def of_flags(given: Mapping[str, Any]) -> Kept:
 
 
 _SWITCHES = (
+    "sequence_parallel",
     "multi_latent_attention",
     "moe_use_legacy_grouped_gemm",
     "moe_pad_expert_input_to_capacity",

@@ -56,6 +56,23 @@ def blocks_of(spec: Any, layers: list[Any], groups: Any, *ends: int) -> list[Any
     return [LayerBlock(spec, layers[a:b], groups) for a, b in zip((0, *ends), ends, strict=False)]
 
 
+@pytest.mark.parametrize(
+    ("name", "differs"), [("data-parallel-rng", False), ("model-parallel-rng", True)], ids=["alike", "cut"]
+)
+def test_what_all_tensor_parallel_ranks_have_alike_is_drawn_alike(megatron, name, differs):
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from odyssey_megatron.mcore.model import rng
+
+    def drawn(tensor: int) -> Any:
+        rng.set_state(1, step=-1, microbatch=-1, layer=3, part=rng.LayerPart(tensor=tensor))
+        with get_cuda_rng_tracker().fork(name):
+            return torch.rand(4)
+
+    assert torch.equal(drawn(0), drawn(0))
+    assert torch.equal(drawn(0), drawn(1)) != differs
+
+
 def test_initial_weights_depend_on_the_layer_alone(spec, megatron):
     from odyssey_megatron.mcore.model.layers import initial_parts
 

@@ -153,9 +153,12 @@ def test_fewer_context_ranks_may_go_on_where_layers_are_kept_whole(megatron):
     flags = {**MODEL, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
     config = pretrain_llama.transformer_config(argparse.Namespace(**flags), torch.float64)
     config.multi_latent_attention = True
-    assert smaller.kept_whole(config)[:2] == ("", "it has multi-latent attention")
+    why = "it has multi-latent attention without --sequence-parallel"
+    assert smaller.kept_whole(config)[:2] == ("", why)
     config.context_parallel_size = 1
-    assert smaller.kept_whole(config).whole == "it has multi-latent attention"
+    assert smaller.kept_whole(config).whole == why
+    config.sequence_parallel = True
+    assert smaller.kept_whole(config)[:2] == ("", "")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.jobs import cases_of
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.forked import printed
-from tests.mcore.test_parts import CASES, EXPERTS
+from tests.mcore.test_parts import CASES, EXPERTS, FOUR, WIDE
 
 GROUPED = EXPERTS | {"config.moe_grouped_gemm": True, "expert_model_parallel_size": 4}
 OF_GROUPS: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -24,9 +24,29 @@ OF_GROUPS: dict[str, tuple[list[int], dict[str, Any]]] = {
     ),
 }
 """Of these a rank has its experts in two products of several weights each (``--moe-grouped-gemm``)."""
-ALL = CASES | OF_GROUPS
+LATENT = {
+    "num_attention_heads": 8, "num_query_groups": 8, "sequence_parallel": True, "qk_layernorm": True,
+    "latent": {
+        "q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
+        "rope_type": "rope",
+    },
+}  # fmt: skip
+OF_LATENT: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "latent attention": (FOUR, WIDE | LATENT),
+    "gangs of cells with latent attention": ([4, 2], EXPERTS | LATENT | {"expert_model_parallel_size": 2}),
+}
+"""Megatron's multi-latent attention asks for what only Transformer Engine's attention takes (``k_channels``)."""
+ALL = CASES | OF_GROUPS | OF_LATENT
 pytestmark = pytest.mark.timeout(300)
-ALWAYS = "biases", "sequence parallel", "16 bits", "gangs", "uneven gangs", "grouped gangs"
+ALWAYS = (
+    "biases",
+    "sequence parallel",
+    "16 bits",
+    "gangs",
+    "uneven gangs",
+    "grouped gangs",
+    "latent attention",
+)
 
 
 def test_what_gpus_run():

@@ -11,7 +11,7 @@ import torch
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts
-from odyssey_megatron.mcore.model.flat import ranges
+from odyssey_megatron.mcore.model.flat import is_duplicated, ranges
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
 from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.plan.slices import Span
@@ -150,9 +150,9 @@ def counted_gradients(block: LayerBlock, cell: Cell) -> list[tuple[torch.Tensor,
     A gradient that the first tensor-parallel rank counts for all of them counts 0 times elsewhere, but is in the list:
     if it is not finite, so is the total.
     """
-    if cell.index == 0:
-        return [(one, 1) for one in (*block.buffers, *block.expert_buffers)]
     parameters = [parameter for layer in block.layers for parameter in layer.parameters()]
+    if cell.index == 0 and (cell.tensor_each == 1 or not any(map(is_duplicated, parameters))):
+        return [(one, 1) for one in (*block.buffers, *block.expert_buffers)]
     return [(main_grad(one), times) for one in parameters if (times := _times(one, cell)) is not None]
 
 
@@ -168,12 +168,14 @@ def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list
 def _times(parameter: torch.Tensor, cell: Cell) -> int | None:
     """The number of times that this rank counts ``parameter``: 0 if it is a duplicate that another tensor-parallel rank
     counts (megatron core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``), None if
-    another rank has the same gradient sums.
+    another rank has the same gradient sums. What is marked as cut is counted by each rank of a whole cell.
     """
     spread = experts.is_spread(parameter)
     if cell.index >= (cell.expert_parts if spread else cell.tensor):
         return None
     is_first = cell.index % ((cell.expert_tensor or cell.tensor) if spread else cell.tensor) == 0
+    if is_duplicated(parameter):
+        return cell.tensor_each
     return int(is_first or getattr(parameter, "tensor_model_parallel", False))
 
 
@@ -184,9 +186,9 @@ def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Ce
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     for layer, spans in layers:
         for one in layer.optimizer.kept() if layer.optimizer is not None else ():
-            if one.of.span in spans and _times(one.of.parameter, cell):
+            if one.of.span in spans and (times := _times(one.of.parameter, cell)):
                 weight = one.shown if layer.config.fp16 else one.main
-                total += torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).square()
+                total += times * torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).square()
     return total
 
 

@@ -34,7 +34,7 @@ class Cut:
         Megatron marks the parameters that it cuts: core_v0.16.1 core/tensor_parallel/layers.py,
         ``set_tensor_model_parallel_attributes``.
         """
-        if each == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        if each == 1 or not getattr(parameter, "tensor_model_parallel", False) or is_duplicated(parameter):
             return cls(each)
         return cls(each, dim=parameter.partition_dim, stride=parameter.partition_stride)  # type: ignore[attr-defined]
 
@@ -59,6 +59,20 @@ class Cut:
             return
         if part.untyped_storage().data_ptr() != merged.untyped_storage().data_ptr():  # else it is a view
             self._pieces(merged, number).copy_(torch.unflatten(part, self.dim, (self.stride, -1)))
+
+
+_DUPLICATED = "_odyssey_duplicated"
+
+
+def mark_duplicated(module: torch.nn.Module) -> None:
+    """Say that all tensor-parallel ranks have the whole parameters of ``module``, though these are marked as cut."""
+    for one in module.parameters():
+        setattr(one, _DUPLICATED, True)
+
+
+def is_duplicated(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` has been marked so: each tensor-parallel rank counts it in norms, as if it were cut."""
+    return getattr(parameter, _DUPLICATED, False)
 
 
 class Range(NamedTuple):

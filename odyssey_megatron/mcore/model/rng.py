@@ -10,6 +10,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
     model_parallel_cuda_manual_seed,
 )
@@ -48,14 +49,14 @@ def initialize(seed: int, part: LayerPart = _WHOLE) -> None:
 
 def set_state(seed: int, *, step: int, microbatch: int, layer: int, part: LayerPart = _WHOLE) -> None:
     """Seed the default generators (the same for all ranks of a lane) and each of Megatron's states (different for each
-    part).
+    part, but for that from which weights are drawn that all parts have alike).
     """
     tracker = get_cuda_rng_tracker()
     base = derive_seed(seed, step, microbatch, layer)
+    of_part = {get_expert_parallel_rng_tracker_name(): part.experts, get_data_parallel_rng_tracker_name(): 0}
     states = {}
     for index, name in enumerate(sorted(tracker.get_states())):
-        of_experts = name == get_expert_parallel_rng_tracker_name()
-        torch.cuda.manual_seed(derive_seed(base, index, part.experts if of_experts else part.tensor))
+        torch.cuda.manual_seed(derive_seed(base, index, of_part.get(name, part.tensor)))
         states[name] = torch.cuda.get_rng_state()
     tracker.set_states(states)
     _seed_default(base)

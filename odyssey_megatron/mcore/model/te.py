@@ -43,6 +43,7 @@ import torch
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import wgrad
+from odyssey_megatron.mcore.model.flat import mark_duplicated
 from odyssey_megatron.upstream import compat
 from odyssey_megatron.upstream.refused import STATELESS
 
@@ -117,6 +118,10 @@ def split(module: torch.nn.Module, config: Any) -> None:
     for linear in module.modules():
         if not isinstance(linear, (Linear, LayerNormLinear)):
             continue
+        if linear.parallel_mode is None and not getattr(linear, "explicit_expert_comm", False):
+            mark_duplicated(
+                linear
+            )  # of latent attention: TE marks the weights of all its linear layers as cut
         if linear.weight.dtype not in TE_DType:
             raise ConfigError(
                 f"transformer-engine has no kernels for {linear.weight.dtype}, in which --odyssey-float64 on trains. "
