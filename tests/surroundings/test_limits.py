@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch import leftovers
+from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from tests.launch.jobserver import events, pid_of, wait_for
 
 KILL = ("--odyssey-inject", "rank=2,step=20,at=backward")
@@ -37,3 +40,12 @@ def test_a_rank_that_cannot_be_started_again_is_started_later(toy, tmp_path, who
     assert job.wait(40) == 0, job.log()
     assert "Traceback" not in job.log()
     assert os.path.exists(tmp_path / "run" / "journal")
+
+
+def test_shared_memory_without_room_is_said(disk, monkeypatch):
+    monkeypatch.setattr(leftovers, "shared_memory", lambda: disk.path)
+    disk.fill()
+    with pytest.raises(ConfigError, match="No space left on device"):
+        HeartbeatBoard(4)
+    disk.free()
+    HeartbeatBoard(4).close()
