@@ -38,8 +38,8 @@ class HeartbeatBoard:
         except OSError as error:
             raise ConfigError(
                 f"{leftovers.shared_memory()}: {error.strerror}. There the ranks of this node write "
-                f"{_SLOT_BYTES * size} bytes of signs of life for their launcher. Remove what is not needed there, or mount a larger one "
-                "(of a container: docker run --shm-size)."
+                f"{_SLOT_BYTES * size} bytes of signs of life for their launcher. Remove what is not needed there, or "
+                "mount a larger one (of a container: docker run --shm-size)."
             ) from error
         self._memory = _map(self.path)
         self._lifelines = [Lifeline(self._memory, slot * _SLOT_BYTES + _LINE_BYTES) for slot in range(size)]
