@@ -159,6 +159,7 @@ class Member:
         """Join the job that started this process. Raises ConfigError if it was not started by ``odyssey run``."""
         env = environment.of_rank()
         environment.die_with(int(env["ODYSSEY_PARENT_PID"]))
+        environment.end_without_memory()
         printing.spare()
         host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
         rank, incarnation = int(env["RANK"]), int(env.get("ODYSSEY_INCARNATION", "0"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import leftovers
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
-from tests.launch.jobserver import events, pid_of, wait_for
+from tests.launch.jobserver import CHECKOUT, events, pid_of, wait_for
 
 KILL = ("--odyssey-inject", "rank=2,step=20,at=backward")
 
@@ -49,3 +51,22 @@ def test_shared_memory_without_room_is_said(disk, monkeypatch):
         HeartbeatBoard(4)
     disk.free()
     HeartbeatBoard(4).close()
+
+
+@pytest.mark.parametrize(("error", "code"), [("MemoryError", 1), ("ValueError", 0)])
+def test_a_rank_without_memory_for_a_thread_ends(error, code):
+    """It would wait for the thread forever, as ``Thread.start`` does."""
+    text = (
+        "import threading, time\n"
+        "from odyssey_megatron.launch import environment\n"
+        "environment.end_without_memory()\n"
+        "class Thread(threading.Thread):\n"
+        f"    def _bootstrap_inner(self): raise {error}\n"
+        "threading.Timer(5, lambda: __import__('os')._exit(0)).start()\n"
+        "Thread(daemon=True).start()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", text], cwd=CHECKOUT, timeout=60, capture_output=True, text=True
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ("no memory to begin a thread" in ended.stderr) == bool(code)
