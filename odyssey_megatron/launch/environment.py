@@ -7,11 +7,16 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.outlet import say
 
 _PR_SET_PDEATHSIG = 1
+_NO_MEMORY = (
+    "[odyssey] this rank ends: there was no memory to begin a thread (ulimit -v, or the memory of the node)."
+)
 
 
 def of_rank() -> Mapping[str, str]:
@@ -41,3 +46,20 @@ def die_with(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(1)
+
+
+def end_without_memory() -> None:
+    """End this process when a thread of it cannot begin for want of memory.
+
+    Whoever starts such a thread would wait forever (``Thread.start`` in CPython 3.11, Lib/threading.py, waits for an
+    event that the thread was to set), and the others for this rank.
+    """
+    before = sys.unraisablehook
+
+    def hook(found: Any) -> None:
+        before(found)
+        if found.exc_type is MemoryError and "thread started by" in (found.err_msg or ""):
+            say(_NO_MEMORY)
+            os._exit(1)
+
+    sys.unraisablehook = hook

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from odyssey_megatron.cluster.events import Ask
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import leftovers, lifeline
 from odyssey_megatron.launch.lifeline import Lifeline
 
@@ -28,11 +29,18 @@ _GAVE_UP_OFFSET = 9
 
 
 class HeartbeatBoard:
-    """The agent's side: one slot for each of ``size`` local ranks."""
+    """The agent's side: one slot for each of ``size`` local ranks. Raises ConfigError if shared memory has no room."""
 
     def __init__(self, size: int):
         leftovers.remove()
-        self.path, self._lock = leftovers.make(_SLOT_BYTES * size)
+        try:
+            self.path, self._lock = leftovers.make(_SLOT_BYTES * size)
+        except OSError as error:
+            raise ConfigError(
+                f"{leftovers.shared_memory()}: {error.strerror}. There the ranks of this node write "
+                f"{_SLOT_BYTES * size} bytes of signs of life for their launcher. Remove what is not needed there, or "
+                "mount a larger one (of a container: docker run --shm-size)."
+            ) from error
         self._memory = _map(self.path)
         self._lifelines = [Lifeline(self._memory, slot * _SLOT_BYTES + _LINE_BYTES) for slot in range(size)]
         for one in self._lifelines:

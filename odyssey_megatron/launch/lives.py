@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_FENCED, EXIT_LEFT_OUT, EXIT_UNSOUND
 from odyssey_megatron.launch.signals import HANDLED
 
-_AFTER_S, _AT_MOST_S = 0.5, 8.0
+_AFTER_S, AT_MOST_S = 0.5, 8.0
 """Seconds before a rank is started again, which double with each short life in a row, up to a limit."""
 _SHORT_LIFE_S = 10.0
 ANEW = 3
@@ -96,7 +96,7 @@ class Lives:
         # A process that failed at once may well do so again.
         soon = one.began_s is not None and now_s - one.began_s < _SHORT_LIFE_S
         one.short = one.short + 1 if soon else 0
-        return float(min(_AT_MOST_S, _AFTER_S * 2**one.short))
+        return float(min(AT_MOST_S, _AFTER_S * 2**one.short))
 
     def moves(self, rank: int) -> None:
         """Note that ``rank`` gets another GPU: the deaths of its processes before do not count any more."""
@@ -108,3 +108,7 @@ class Lives:
         one = self._of(rank)
         one.starts, one.began_s = one.starts + 1, now_s
         return one.starts, one.starts - one.anew
+
+    def never_began(self, rank: int) -> None:
+        """Take back the newest :meth:`start`: the process could not be made."""
+        self._of(rank).starts -= 1

@@ -25,7 +25,7 @@ from odyssey_megatron.errors import (
     Unsound,
 )
 from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import environment, generations
+from odyssey_megatron.launch import environment, generations, printing
 from odyssey_megatron.launch.alike import end_if_shared
 from odyssey_megatron.launch.attention import Attention
 from odyssey_megatron.launch.company import Company
@@ -159,6 +159,8 @@ class Member:
         """Join the job that started this process. Raises ConfigError if it was not started by ``odyssey run``."""
         env = environment.of_rank()
         environment.die_with(int(env["ODYSSEY_PARENT_PID"]))
+        environment.end_without_memory()
+        printing.spare()
         host, port, token = env["MASTER_ADDR"], int(env["MASTER_PORT"]), env["ODYSSEY_TOKEN"]
         rank, incarnation = int(env["RANK"]), int(env.get("ODYSSEY_INCARNATION", "0"))
         size = int(env.get("ODYSSEY_CELL_SIZE", "0"))

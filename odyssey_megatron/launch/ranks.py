@@ -158,8 +158,17 @@ class Ranks:
             self._report(one, -signal.SIGKILL)
 
     def add(self, rank: int, slot: int, handle: Any, incarnation: int) -> None:
-        """Look after the process ``handle``, which runs as ``rank`` and has its heartbeat in ``slot``."""
-        fd = os.pidfd_open(handle.pid)
+        """Look after the process ``handle``, which runs as ``rank`` and has its heartbeat in ``slot``.
+
+        Raises:
+            OSError: No more files can be open here; the process has been ended.
+        """
+        try:
+            fd = os.pidfd_open(handle.pid)
+        except OSError:  # nobody would hear of its end
+            handle.kill()
+            handle.wait()
+            raise
         self._living[fd] = _Process(rank=rank, slot=slot, handle=handle, incarnation=incarnation)
         self._poll.register(fd, select.POLLIN)
 
@@ -225,9 +234,12 @@ class Ranks:
         """Start the processes that are due in the place of dead ones."""
         if self._respawn is None:
             return
-        for rank, slot in self._respawn.due(time.monotonic()):
+        for rank, slot in self._respawn.due(now_s := time.monotonic()):
             self._board.vacate(slot)
-            self.add(rank, slot, *self._respawn.start(rank, slot))
+            try:
+                self.add(rank, slot, *self._respawn.start(rank, slot))
+            except OSError as error:  # the ranks that train need this process
+                self._respawn.put_off(rank, slot, error, now_s)
 
     def _report(self, process: _Process, code: int) -> None:
         if process.is_reported:  # its lifeline was faster
@@ -243,9 +255,13 @@ class Ranks:
         """Start a thread at the lifeline of each rank that has taken its lifeline by now."""
         for one in self._living.values():
             if not one.is_guarded and self._board.has_begun(one.slot):
-                one.is_guarded = True
                 name = f"odyssey-rank{one.rank}"
-                threading.Thread(target=self._await_end, args=(one,), name=name, daemon=True).start()
+                thread = threading.Thread(target=self._await_end, args=(one,), name=name, daemon=True)
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # no room for one more thread: its pidfd reports the end
+                    thread.start()
+                    one.is_guarded = True
 
     def _await_end(self, process: _Process) -> None:
         self._board.await_end(process.slot)

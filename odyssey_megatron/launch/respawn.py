@@ -26,7 +26,7 @@ from odyssey_megatron.errors import EXIT_FENCED
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import forking
-from odyssey_megatron.launch.lives import ANEW, Lives
+from odyssey_megatron.launch.lives import ANEW, AT_MOST_S, Lives
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal, host_name
 from odyssey_megatron.metrics.outlet import say
@@ -77,6 +77,8 @@ class Respawn:
         """Slots that have a running process."""
         self._incarnations: dict[int, int] = {}
         """Rank -> incarnation, for ranks that have been started again."""
+        self._put_off: set[int] = set()
+        """Ranks that could not be started when they were due, of which people have been told."""
         self._carried_out: dict[int, str] = {}
         """Worker -> the value of its ``keys.comes_back_key`` that has been carried out."""
 
@@ -219,7 +221,11 @@ class Respawn:
         return number, self._incarnations[rank]
 
     def start(self, rank: int, slot: int) -> tuple[Any, int]:
-        """Start a process of ``rank`` with the environment of ``slot``; return it and its incarnation."""
+        """Start a process of ``rank`` with the environment of ``slot``; return it and its incarnation.
+
+        Raises:
+            OSError: This node has no room for it; see :meth:`put_off`.
+        """
         context = self._context
         number, incarnation = self.begin(rank, slot, time.monotonic())
         logs = [
@@ -241,8 +247,22 @@ class Respawn:
                 numa_options=None,
             )
         process = handler.proc
+        self._put_off.discard(rank)
         self._journal.event("rank_started", target=rank, pid=process.pid, host=host_name(), echo=True)
         return process, incarnation
+
+    def put_off(self, rank: int, slot: int, why: OSError, now_s: float) -> None:
+        """Start ``rank``, which could not be started in ``slot`` now, later. This uses up none of its starts."""
+        self._running.discard(slot)
+        self._lives.never_began(rank)
+        self._due.append((now_s + AT_MOST_S, rank))
+        if rank not in self._put_off:
+            say(
+                f"[odyssey] rank {rank} cannot be started again: {why.strerror}. The job goes on without it; this is "
+                f"tried again every {AT_MOST_S:.0f} s. Make room on {host_name()}: for files (ulimit -Hn), for "
+                "processes and threads (ulimit -Hu, pids.max of the cgroup), or in its memory."
+            )
+        self._put_off.add(rank)
 
     def _smaller_size(self, rank: int) -> int:
         job = _job(self._control) if self._places.has_smaller else None

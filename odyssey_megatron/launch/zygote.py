@@ -86,10 +86,15 @@ class Zygote:
         Args:
             env: The whole environment.
             stdout, stderr: Paths of files to append to; None: the zygote's own.
+
+        Raises:
+            OSError: There is no room for one more process.
         """
         self._send(argv=list(argv), env=dict(env), stdout=stdout, stderr=stderr)
-        while "pid" not in (answer := self._read(None) or {}):
+        while not {"pid", "failed"} & (answer := self._read(None) or {}).keys():
             self._note(answer)
+        if "failed" in answer:
+            raise OSError(answer["failed"], os.strerror(answer["failed"]))
         return ForkedProcess(answer["pid"], self)
 
     def close(self) -> None:
@@ -227,14 +232,24 @@ class _Server:
             self._fork(request)
 
     def _fork(self, request: dict[str, Any]) -> None:
-        parent, pid = os.getpid(), os.fork()
+        """Fork, or tell why that cannot be: the zygote's end would be that of all its children."""
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return self._send(failed=error.errno)
         if pid == 0:
             self._connection.close()
             for fd in self._children:
                 os.close(fd)
             exit_with(lambda: _run_python(request, parent))
-        self._children[os.pidfd_open(pid)] = pid
-        self._send(pid=pid)
+        try:
+            self._children[os.pidfd_open(pid)] = pid
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return self._send(failed=error.errno)
+        return self._send(pid=pid)
 
     def _send(self, **message: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # the next read sees the end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
 from odyssey_megatron.launch.zygote import Zygote, prepare_environment
-from tests.launch.jobserver import CHECKOUT
+from tests.launch.jobserver import CHECKOUT, wait_for
 from tests.launch.test_survival import is_running
 
 
@@ -69,6 +70,22 @@ def test_modules(zygote, tmp_path):
         ["-m", "json.tool", os.devnull], env=dict(os.environ), stdout=str(tmp_path / "out"), stderr=os.devnull
     )
     assert process.wait(10) == 1  # an empty file is not JSON
+
+
+def test_a_process_that_cannot_be_started_ends_no_other(zygote, tmp_path):
+    """The zygote's death would be that of all that it has forked."""
+    other, out = run(zygote, tmp_path, "import time; print('runs'); time.sleep(60)")
+    wait_for(lambda: out.exists() and out.read_text(), 10, "the script has been read")
+    _, most = resource.prlimit(zygote.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(zygote.pid, resource.RLIMIT_NOFILE, (3, most))
+    with pytest.raises(OSError, match="Too many open files"):
+        run(zygote, tmp_path, "pass")
+    assert other.poll() is None
+    resource.prlimit(zygote.pid, resource.RLIMIT_NOFILE, (most, most))
+    process, _ = run(zygote, tmp_path, "pass")
+    assert process.wait(10) == 0
+    assert other.poll() is None
+    other.kill()
 
 
 def test_a_process_that_has_ended_keeps_its_pid_until_it_is_waited_for(zygote, tmp_path):

@@ -51,6 +51,24 @@ def test_a_disk_that_is_full_from_the_start_to_the_end(toy, disk):
     assert not (disk.path / "profile.json").exists()
 
 
+def test_the_disk_of_the_ranks_logs_fills_up_and_has_room_again(toy, disk, tmp_path):
+    """Megatron's loop prints in each iteration, on whichever rank is the last."""
+    logs = ("--redirects", "3", "--log-dir", disk.path / "logs")
+    job = toy(4, "--steps", 60, "--hold", tmp_path / "go", "--chatter", 2000, *KILL, launch=logs)
+    in_groups(disk.path)
+    disk.fill()
+    wait_for(lambda: "dead=2" in job.log(), 20, "a recovery on a full disk")
+    time.sleep(1.0)
+    disk.free()
+    (tmp_path / "go").touch()
+    assert_done(job, complains="No space left on device")
+    assert "dead=0" not in job.log(), "the rank that prints"
+    (out,) = (disk.path / "logs").rglob("0/stdout.log")
+    assert (
+        "line(s) are missing here, as they could not be written (No space left on device)" in out.read_text()
+    )
+
+
 def test_a_folder_that_cannot_be_written_any_more(toy, disk, tmp_path):
     job = toy(4, "--steps", 60, "--hold", tmp_path / "go", *KILL)
     in_groups(disk.path)

@@ -226,7 +226,8 @@ class Saves:
         if dist.get_rank() == 0:
             self._job.session.note_save(self._job.runtime.committed, self._waited_s)
             if why:
-                self._job.session.note_not_saved(self._begun[0], why)
+                room = saving.room(self._begun[0], **self._how[-1])
+                self._job.session.note_not_saved(self._begun[0], f"{why} ({room})" if room else why)
 
     def _fault(self, step: int) -> None:
         self._job.fault_point("checkpoint", step=step, generation=self._job.runtime.generation, microbatch=-1)
