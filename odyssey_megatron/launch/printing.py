@@ -43,15 +43,12 @@ class _Spared(io.FileIO):
         """Number of lines that were lost, and the reason for the last of them."""
 
     def write(self, data: Any) -> int | None:  # type: ignore[override] # None, as of FileIO: it would block
-        lost, note = self._lost, b""
-        if lost:
-            note = f"[odyssey] {lost} line(s) are missing here, as they could not be written ({self._why}).\n".encode()
         try:
-            written = super().write(note + bytes(data))
+            if self._lost:
+                missing = f"{self._lost} line(s) are missing here, as they could not be written ({self._why})"
+                super().write(f"[odyssey] {missing}.\n".encode())
+                self._lost = 0
+            return super().write(data)
         except OSError as error:
-            self._lost, self._why = lost + bytes(data).count(b"\n"), error.strerror or repr(error)
+            self._lost, self._why = self._lost + bytes(data).count(b"\n"), error.strerror or repr(error)
             return len(data)
-        if written is None:
-            return None
-        self._lost = 0
-        return max(written - len(note), 0)

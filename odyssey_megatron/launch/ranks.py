@@ -259,7 +259,7 @@ class Ranks:
                 thread = threading.Thread(target=self._await_end, args=(one,), name=name, daemon=True)
                 with contextlib.suppress(
                     RuntimeError
-                ):  # no room for one more thread: its pidfd reports the end
+                ):  # no room for a thread; the pidfd reports the end, too
                     thread.start()
                     one.is_guarded = True
 
