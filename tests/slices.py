@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 OF_EACH_FILE = {
     "tests/e2e/test_matrix.py": 2,
+    "tests/e2e/test_exactness.py": 1,
     "tests/e2e/test_two_speed.py": 1,
     "tests/e2e/test_rejoin.py": 1,
     "tests/e2e/test_resume.py": 1,

@@ -151,7 +151,7 @@ def test_what_was_computed_with_it_before_the_check_stays(jobs, undisturbed, nam
         pytest.param(4, 2, "3:2:forward", "--use-distributed-optimizer", [3], marks=matrix),
         pytest.param(6, 1, "3:2:forward", CELLS, [2, 3], marks=matrix),
         # Of a norm, whose gradient each rank of a cell has by itself, and the first one counts.
-        (4, 1, "3:2:weight_grad:once", CELLS, [2, 3]),
+        pytest.param(4, 1, "3:2:weight_grad:once", CELLS, [2, 3], marks=matrix),
         pytest.param(
             4, 1, "3:2:weight_grad:once", f"{CELLS} --use-distributed-optimizer", [2, 3], marks=matrix
         ),

@@ -16,6 +16,7 @@ from tests.e2e.jobs import (
     assert_equal_runs,
     assert_equal_weights,
     assert_holders_agree,
+    cases_of,
     run_case,
 )
 
@@ -57,6 +58,11 @@ CASES = {
     ),
 }  # fmt: skip
 
+ALWAYS = {
+    "forward-first", "reduce-rank0", "commit-last", "last-step", "hang", "two-at-once-same-stage", "in-a-row-auto",
+    "same-step-again", "in-abort", "in-transfer", "down-to-one-pipeline",
+}  # fmt: skip
+"""In every run of the tests; the others by the marker, and one of them in each run of CI."""
 
 SHARDED = {
     "backward": (PP2_DP4, "reroute", "rank=1,step=2,at=backward"),
@@ -208,7 +214,7 @@ def test_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, c
         assert shot.named("decision")[1]["policy"] == "takeover"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
 def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     run_case(jobs, name, CASES[case], "", undisturbed())
 

@@ -34,7 +34,7 @@ MORE = {
     "dropped-tokens": ((6, 2), "auto", "rank=1,step=1,at=forward", "--moe-expert-capacity-factor 1.25"),
     "tied": ((6, 2), "replan", "rank=0,step=1,at=backward", "--share-embeddings-and-output-weights"),
 }  # fmt: skip
-ALWAYS = {"deepseek-backward-last", "mixtral-forward-first"}
+ALWAYS = {"deepseek-backward-last"}
 """In every run of the tests; the others by the marker, and a few of them in each run of CI."""
 
 

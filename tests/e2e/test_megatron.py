@@ -61,7 +61,7 @@ def test_losses_and_gradients_are_those_of_megatron_core_alone(jobs, name, flags
     assert [step.grad_norm for step in steps] == pytest.approx(stock["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["reroute", "replan"])
+@pytest.mark.parametrize("policy", [pytest.param("reroute", marks=pytest.mark.matrix), "replan"])
 def test_bfloat16_with_float32_main_parameters(jobs, name, policy):
     """All holders of a layer keep bitwise equal weights and optimizer state, whatever moved."""
     flags = f"{FLOAT32} --bf16"

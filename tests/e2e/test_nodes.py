@@ -88,6 +88,7 @@ def test_a_lost_node_is_replaced(jobs, reference, name):
     assert_filled(outcome, reference, [2, 3])
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_the_first_node_is_lost_and_replaced(jobs, reference, name):
     """``odyssey host`` hosts the job."""

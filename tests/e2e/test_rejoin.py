@@ -48,7 +48,7 @@ def test_back_to_the_first_plan(jobs, reference, name, policy, inject):
 @pytest.mark.parametrize(
     ("policy", "inject"),
     [
-        ("replan", "rank=0,step=2,at=param_gather"),
+        pytest.param("replan", "rank=0,step=2,at=param_gather", marks=pytest.mark.matrix),
         pytest.param("reroute", "rank=5,step=2,at=backward", marks=pytest.mark.matrix),
         pytest.param("auto", "rank=7,step=2,at=optimizer", marks=pytest.mark.matrix),
         pytest.param("auto", "rank=3,step=2,at=commit,signal=STOP", marks=pytest.mark.matrix),

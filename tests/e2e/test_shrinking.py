@@ -85,7 +85,8 @@ def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, cells):
     assert begun[max(begun)] == [0, 1, 2, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("cells", [SEQUENCE, *(pytest.param(one, marks=matrix) for one in (CONTEXT, GANG))])
+@matrix
+@pytest.mark.parametrize("cells", [SEQUENCE, CONTEXT, GANG])
 def test_a_cell_that_trains_with_fewer_ranks_becomes_whole_again(jobs, undisturbed, name, cells):
     """Rank 3 comes back in the place of rank 5, whose cell is broken, too: rank 2 leaves between two steps, and both
     come back. Whatever was lost, nobody waits for that.

@@ -18,7 +18,7 @@ def test_sequence_parallelism_changes_nothing(undisturbed, flags):
     assert_equal_numbers(parts, whole, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("flags", [CELLS, SEQUENCE])
+@pytest.mark.parametrize("flags", [pytest.param(CELLS, marks=pytest.mark.matrix), SEQUENCE])
 @pytest.mark.parametrize(
     "inject",
     [

@@ -84,7 +84,11 @@ def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step(
 
 
 @pytest.mark.parametrize(
-    ("stages", "flags"), [(4, ""), (2, "--use-distributed-optimizer --odyssey-policy reroute")]
+    ("stages", "flags"),
+    [
+        pytest.param(4, "", marks=pytest.mark.matrix),
+        (2, "--use-distributed-optimizer --odyssey-policy reroute"),
+    ],
 )
 def test_layers_move_beside_messages(jobs, undisturbed, profile, name, stages, flags):
     """With a group for each (sender, receiver), as on NCCL: what moves has groups of its own."""

@@ -26,6 +26,7 @@ def test_killed_and_rerouted(jobs, undisturbed, name):  # noqa: F811
     assert_equal_runs(shot, undisturbed(), kills=1)
 
 
+@pytest.mark.matrix
 def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name):  # noqa: F811
     job = f"{SEQUENCE} {LONG}"
     shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)}", timeout_s=200.0)
