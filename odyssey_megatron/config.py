@@ -147,7 +147,7 @@ class OdysseyConfig:
     )
     respawn: int = _flag(
         0,
-        "how often each dead rank is started again, to join the running job (0: never)",
+        "how often in a day each dead rank is started again, to join the running job (0: never)",
         within=Between(0, 1_000_000, whole=True),
     )
     shrink: str = _flag(

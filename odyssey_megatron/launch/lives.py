@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_FENCED, EXIT_LEFT_OUT, EXIT_UNSOUND
 from odyssey_megatron.launch.signals import HANDLED
@@ -10,6 +10,8 @@ from odyssey_megatron.launch.signals import HANDLED
 _AFTER_S, AT_MOST_S = 0.5, 8.0
 """Seconds before a rank is started again, which double with each short life in a row, up to a limit."""
 _SHORT_LIFE_S = 10.0
+_COUNTS_S = 86_400.0
+"""A start counts for a day: a job of months outlives unrelated failures of one GPU, and a broken GPU fails at once."""
 ANEW = 3
 """The number of times a rank is started anew before the job begins; the user is to see what kills it each time."""
 _FINAL = (0, EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_UNSOUND)
@@ -20,8 +22,8 @@ _FINAL = (0, EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_UNSOUND)
 class _Rank:
     """The history of a rank's processes."""
 
-    left: int
-    """Number of times that it may still be started again in a running job."""
+    again_s: list[float] = field(default_factory=list)
+    """When it died and was to be started again in the running job, as far as that counts."""
     starts: int = 0
     """Number of processes after the first."""
     anew: int = 0
@@ -38,7 +40,7 @@ class Lives:
     """The history of the ranks of one node. Times are the caller's, by one clock.
 
     Args:
-        limit: The number of times that each rank may be started again in a running job.
+        limit: The number of times that each rank may be started again in a running job within a day.
         anew_within_s: A process that was ended within this time may be started anew.
         began_s: About when the first processes began.
     """
@@ -50,7 +52,7 @@ class Lives:
         """Slots in which a rank has been left out for wrong numbers."""
 
     def _of(self, rank: int) -> _Rank:
-        return self._ranks.setdefault(rank, _Rank(left=self._limit))
+        return self._ranks.setdefault(rank, _Rank())
 
     def may_begin_anew(self, rank: int, code: int, now_s: float) -> bool:
         """Whether ``rank``, which ended with ``code``, was killed early, and not too often.
@@ -87,12 +89,14 @@ class Lives:
         if one.is_unmissed:
             one.is_unmissed = False
             return _AFTER_S
-        left = 0 if self.was_wrong_before(slot, code) else one.left
+        one.again_s = [at_s for at_s in one.again_s if now_s - at_s < _COUNTS_S]
+        was_wrong = self.was_wrong_before(slot, code)
         if code == EXIT_LEFT_OUT:
             self._wrong.add(slot)
-        if left <= 0 and code != EXIT_FENCED:  # being fenced says nothing against the rank itself
-            return None
-        one.left = left - (code != EXIT_FENCED)
+        if code != EXIT_FENCED:  # being fenced says nothing against the rank itself
+            if was_wrong or len(one.again_s) >= self._limit:
+                return None
+            one.again_s.append(now_s)
         # A process that failed at once may well do so again.
         soon = one.began_s is not None and now_s - one.began_s < _SHORT_LIFE_S
         one.short = one.short + 1 if soon else 0
@@ -101,7 +105,7 @@ class Lives:
     def moves(self, rank: int) -> None:
         """Note that ``rank`` gets another GPU: the deaths of its processes before do not count any more."""
         one = self._of(rank)
-        one.left, one.short = self._limit, 0
+        one.again_s, one.short = [], 0
 
     def start(self, rank: int, now_s: float) -> tuple[int, int]:
         """Note that a process of ``rank`` begins; return its number, and how many of the starts were not anew."""

@@ -28,6 +28,12 @@ def test_a_rank_that_dies_too_often_is_lost():
     assert one.next_in_s(3, 3, KILLED, 1000.0) is not None, "on another GPU"
 
 
+def test_what_is_a_day_ago_does_not_count():
+    one, day_s = lives(), 86_400.0
+    assert [one.next_in_s(3, 3, KILLED, at * day_s / 2) is None for at in range(2, 9)] == [False] * 7
+    assert one.next_in_s(3, 3, KILLED, 4.1 * day_s) is None, "a third one within a day"
+
+
 def test_it_waits_twice_as_long_after_each_short_life():
     one, now_s, waited_s = lives(limit=9), 1000.0, []
     for _ in range(6):
