@@ -160,7 +160,7 @@ def test_the_doctor_names_moot_flags_and_strange_ones():
             "goes on with fewer",
         ),
         (
-            "--expert-model-parallel-size 4 --num-experts 8 --mtp-num-layers 1",
+            "--expert-model-parallel-size 4 --num-experts 8 --log-max-attention-logit",
             "with a divisor of a whole one's",
         ),
         (

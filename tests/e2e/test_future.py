@@ -27,7 +27,7 @@ MORE = {
         "--mtp-num-layers 2 --num-experts 4 --moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-2",
     ),
 }  # fmt: skip
-ALWAYS = {"backward-last", "dropout"}
+ALWAYS = {"backward-last"}
 """In every run of the tests; the others by the marker, and a few of them in each run of CI."""
 
 

@@ -114,6 +114,7 @@ def test_the_first_node_is_lost_and_replaced(jobs, reference, name):
     assert {one["generation"] for one in outcome.named("generation_agreed")} >= {1, last}
 
 
+@pytest.mark.matrix
 def test_a_node_that_is_not_lost_is_not_replaced(jobs, name):
     agents, again = start_nodes(jobs, name, "--train-iters", 40)
     run_dir = jobs.folder / name

@@ -126,23 +126,24 @@ def test_without_memory_for_both_layouts_it_goes_there_at_once(
         assert decided[0][what] == decided[-1][what]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "inject",
     [
         # the new process dies in turn, and a third one takes its place
-        pytest.param("rank=5,step=-1,at=reduce,incarnation=1", marks=pytest.mark.matrix),
-        pytest.param("rank=5,step=0,at=groups,incarnation=1", marks=pytest.mark.matrix),
-        pytest.param("rank=5,step=-1,at=transfer,incarnation=1", marks=pytest.mark.matrix),
-        pytest.param("rank=5,step=-1,at=agreement,incarnation=1", marks=pytest.mark.matrix),
-        pytest.param("rank=5,step=-1,at=commit,incarnation=1", marks=pytest.mark.matrix),
+        "rank=5,step=-1,at=reduce,incarnation=1",
+        "rank=5,step=0,at=groups,incarnation=1",
+        "rank=5,step=-1,at=transfer,incarnation=1",
+        "rank=5,step=-1,at=agreement,incarnation=1",
+        "rank=5,step=-1,at=commit,incarnation=1",
         # somebody else dies while it is filled, or when it has just been routed to
         "rank=2,step=-1,at=forward,generation=3",
-        pytest.param("rank=2,step=-1,at=groups,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=6,step=-1,at=agreement,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=7,step=-1,at=commit,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=0,step=-1,at=groups,generation=4", marks=pytest.mark.matrix),
-        pytest.param("rank=1,step=-1,at=backward,generation=4", marks=pytest.mark.matrix),
-        pytest.param("rank=4,step=-1,at=optimizer,generation=4", marks=pytest.mark.matrix),
+        "rank=2,step=-1,at=groups,generation=3",
+        "rank=6,step=-1,at=agreement,generation=3",
+        "rank=7,step=-1,at=commit,generation=3",
+        "rank=0,step=-1,at=groups,generation=4",
+        "rank=1,step=-1,at=backward,generation=4",
+        "rank=4,step=-1,at=optimizer,generation=4",
     ],
 )
 def test_killed_while_it_joins(jobs, reference, name, inject):

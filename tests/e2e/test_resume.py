@@ -112,7 +112,7 @@ RUN_AHEAD = {
 """With --odyssey-redundancy compute: each loses a stage that somebody has run ahead of."""
 
 
-_LONG = ("forward", "weight_grad", "head", "two-pipelines", "shared-optimizer")
+_LONG = ("forward", "backward", "weight_grad", "head", "two-pipelines", "shared-optimizer")
 
 
 @pytest.mark.parametrize(

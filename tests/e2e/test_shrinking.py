@@ -159,20 +159,16 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
     assert [event["ranks"] for event in shot.named("cell_shrinks")] == [[4, 5]]
 
 
+@matrix
 @pytest.mark.parametrize(
     "flags",
     [
         "",
-        *(
-            pytest.param(one, marks=matrix)
-            for one in (
-                SLICES,
-                f"--hidden-dropout 0.1 --attention-dropout 0.1 {HASHED}",
-                "--moe-token-dispatcher-type allgather",
-                "--moe-expert-capacity-factor 1.25",
-                "--mtp-num-layers 1",
-            )
-        ),
+        SLICES,
+        f"--hidden-dropout 0.1 --attention-dropout 0.1 {HASHED}",
+        "--moe-token-dispatcher-type allgather",
+        "--moe-expert-capacity-factor 1.25",
+        "--mtp-num-layers 1",
     ],
 )
 def test_four_ranks_of_a_gang_are_three(jobs, undisturbed, name, flags):

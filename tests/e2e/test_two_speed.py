@@ -24,19 +24,20 @@ def profile(undisturbed, tmp_path):
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "inject",
     [
         "",
         # another failure while layers move, and when they have just been taken into use
-        pytest.param("rank=2,step=-1,at=forward,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=1,step=-1,at=groups,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=7,step=-1,at=agree,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=6,step=-1,at=transfer,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=6,step=-1,at=agreement,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=0,step=-1,at=commit,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=3,step=-1,at=agree,generation=4", marks=pytest.mark.matrix),
-        pytest.param("rank=0,step=-1,at=backward,generation=4", marks=pytest.mark.matrix),
+        "rank=2,step=-1,at=forward,generation=3",
+        "rank=1,step=-1,at=groups,generation=3",
+        "rank=7,step=-1,at=agree,generation=3",
+        "rank=6,step=-1,at=transfer,generation=3",
+        "rank=6,step=-1,at=agreement,generation=3",
+        "rank=0,step=-1,at=commit,generation=3",
+        "rank=3,step=-1,at=agree,generation=4",
+        "rank=0,step=-1,at=backward,generation=4",
     ],
 )
 def test_routes_first_and_layers_behind_the_steps(jobs, undisturbed, profile, name, inject):
