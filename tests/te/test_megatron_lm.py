@@ -16,7 +16,7 @@ from tests.megatron_lm.jobs import (
     assert_same_lines,
 )
 from tests.megatron_lm.test_experts import DEEPSEEK, GANGS, MIXTRAL
-from tests.megatron_lm.test_shrinking import LOST, STEPS
+from tests.megatron_lm.test_shrinking import LOST, STEPS, THEN
 
 pytestmark = pytest.mark.timeout(500)
 WITHOUT = (
@@ -24,18 +24,21 @@ WITHOUT = (
     "--no-rope-fusion --no-persist-layer-norm"
 )
 """Flags of the other tests' model that Transformer Engine makes unnecessary: these jobs have Megatron's defaults."""
+GROUPS = "--group-query-attention --num-query-groups"
+"""Latent attention has none."""
 CELLS = "--tensor-model-parallel-size 2 --sequence-parallel"
 GROUPED = "--moe-grouped-gemm --moe-permute-fusion"
 KILL = "rank=0,step=1,at=backward;rank=3,step=3,at=reduce"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8 --no-rope-fusion"
+)
 WAYS: dict[str, tuple[int, int, str]] = {
     "defaults": (6, 2, ""),
     "cells": (8, 2, f"{CELLS} --use-distributed-optimizer"),
     "bf16": (6, 2, "--bf16"),
     "norms": (6, 2, "--normalization LayerNorm --apply-layernorm-1p --qk-layernorm"),
-    "latent": (
-        6, 2, "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
-        "--v-head-dim 8 --no-rope-fusion",
-    ),
+    "latent": (6, 2, LATENT),
     "ahead": (6, 2, "--mtp-num-layers 1"),
     "grouped": (6, 2, f"{MIXTRAL} {GROUPED}"),
     "grouped-gangs": (8, 2, f"{DEEPSEEK} {GANGS} {GROUPED}"),
@@ -50,7 +53,7 @@ WAYS: dict[str, tuple[int, int, str]] = {
 @pytest.mark.parametrize("way", cases_of(WAYS, ("defaults", "grouped-gangs")))
 def test_killed(megatron_jobs, name, way):
     ranks, stages, flags = WAYS[way]
-    grouped = "--group-query-attention --num-query-groups" if way == "latent" else ""
+    grouped = GROUPS if way == "latent" else ""
     how: dict[str, Any] = {"ranks": ranks, "stages": stages, "without": f"{WITHOUT} {grouped}"}
     if (
         way == "moments"
@@ -80,6 +83,27 @@ def test_three_ranks_of_a_gang_go_on(megatron_jobs, name):
     assert (shrunk["ranks"], shrunk["whole"]) == ([4, 5, 6], 4)
     begun = {event["generation"]: event for event in run.named("generation_started")}
     assert [58] == [one["step"] for one in begun.values() if one["members"] == [4, 5, 6]], "it has all then"
+    for iteration in (30, 60, 90):
+        assert_equal_checkpoints(folders[1], folders[0], iteration)
+
+
+@pytest.mark.matrix
+def test_half_a_cell_with_latent_attention_goes_on(megatron_jobs, name):
+    """All tensor-parallel ranks have its down-projections whole, and each counts them in norms."""
+    unfused = "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion"
+    flags = f"{STEPS} {CELLS} {LATENT} --qk-layernorm {unfused}"
+    folders = [megatron_jobs.folder / f"{name}-{one}" for one in ("whole", "ours")]
+    how: dict[str, Any] = {"ranks": 8, "stages": 2, "without": f"{WITHOUT} {GROUPS}"}
+    whole = megatron_jobs.odyssey(f"{name}-whole", f"{flags} --save {folders[0]}", **how)
+    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {folders[1]}"
+    run = megatron_jobs.odyssey(name, ours, inject=f"{LOST};{THEN}", **how)
+    assert_same_lines(run, whole, rel=FLOAT64)
+    (shrunk,) = run.named("cell_shrinks")
+    assert (shrunk["ranks"], shrunk["whole"]) == ([4], 2)
+    begun = {event["generation"]: event for event in run.named("generation_started")}
+    assert [50] == [one["step"] for one in begun.values() if one["members"] == [0, 1, 2, 3, 4]], (
+        "it has all then"
+    )
     for iteration in (30, 60, 90):
         assert_equal_checkpoints(folders[1], folders[0], iteration)
 
