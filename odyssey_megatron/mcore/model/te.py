@@ -118,10 +118,9 @@ def split(module: torch.nn.Module, config: Any) -> None:
     for linear in module.modules():
         if not isinstance(linear, (Linear, LayerNormLinear)):
             continue
+        # The down-projections of latent attention; TE marks the weights of all its linear layers as cut.
         if linear.parallel_mode is None and not getattr(linear, "explicit_expert_comm", False):
-            mark_duplicated(
-                linear
-            )  # of latent attention: TE marks the weights of all its linear layers as cut
+            mark_duplicated(linear)
         if linear.weight.dtype not in TE_DType:
             raise ConfigError(
                 f"transformer-engine has no kernels for {linear.weight.dtype}, in which --odyssey-float64 on trains. "
