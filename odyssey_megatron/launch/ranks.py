@@ -257,9 +257,8 @@ class Ranks:
             if not one.is_guarded and self._board.has_begun(one.slot):
                 name = f"odyssey-rank{one.rank}"
                 thread = threading.Thread(target=self._await_end, args=(one,), name=name, daemon=True)
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # no room for a thread; the pidfd reports the end, too
+                # Without room for one more thread its pidfd alone reports its end.
+                with contextlib.suppress(RuntimeError):
                     thread.start()
                     one.is_guarded = True
 

@@ -71,7 +71,7 @@ _SHARDS_KEPT: _Reasons = (
 
 _EVEN_GANGS: _Reasons = (
     ("it has no more experts than ranks", lambda config: _experts_of_one(config) < 2),
-    # Of ranks without a lane in a turn they see what no router has chosen.
+    # A rank without a lane in a turn computes logits, too, from what no expert has added to: they are not the job's.
     ("it logs, or clips by, attention logits", lambda config: _looks_at_logits(config)),
 )
 

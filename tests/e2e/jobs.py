@@ -110,7 +110,7 @@ class Jobs:
 
 
 def cases_of(cases: Iterable[str], always: Collection[str]) -> list[Any]:
-    """Parameters: those not among ``always`` run by the marker, and a few of them in each run of CI."""
+    """Parameters: those not among ``always`` run by the marker; of some files CI draws a few (``tests/slices.py``)."""
     return [pytest.param(one, marks=() if one in always else pytest.mark.matrix) for one in cases]
 
 

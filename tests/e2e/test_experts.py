@@ -35,7 +35,7 @@ MORE = {
     "tied": ((6, 2), "replan", "rank=0,step=1,at=backward", "--share-embeddings-and-output-weights"),
 }  # fmt: skip
 ALWAYS = {"deepseek-backward-last"}
-"""In every run of the tests; the others by the marker, and a few of them in each run of CI."""
+"""In every run of the tests; the others by the marker."""
 
 
 def _each(cases):

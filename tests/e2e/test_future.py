@@ -28,7 +28,7 @@ MORE = {
     ),
 }  # fmt: skip
 ALWAYS = {"backward-last"}
-"""In every run of the tests; the others by the marker, and a few of them in each run of CI."""
+"""In every run of the tests; the others by the marker."""
 
 
 @pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))

@@ -28,7 +28,7 @@ MORE = {
     "momentum": ((8, 4), "replan", "rank=7,step=0,at=backward;rank=0,step=3,at=optimizer", "--optimizer sgd --lr 0.3"),
 }  # fmt: skip
 ALWAYS = {"forward-first", "two-at-once"}
-"""In every run of the tests; the others by the marker, and a few of them in each run of CI."""
+"""In every run of the tests; the others by the marker."""
 
 
 @pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))

@@ -150,9 +150,9 @@ def counted_gradients(block: LayerBlock, cell: Cell) -> list[tuple[torch.Tensor,
     A gradient that the first tensor-parallel rank counts for all of them counts 0 times elsewhere, but is in the list:
     if it is not finite, so is the total.
     """
-    parameters = [parameter for layer in block.layers for parameter in layer.parameters()]
-    if cell.index == 0 and (cell.tensor_each == 1 or not any(map(is_duplicated, parameters))):
+    if cell.index == 0 and cell.tensor_each == 1:  # it counts each once
         return [(one, 1) for one in (*block.buffers, *block.expert_buffers)]
+    parameters = [parameter for layer in block.layers for parameter in layer.parameters()]
     return [(main_grad(one), times) for one in parameters if (times := _times(one, cell)) is not None]
 
 
