@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.inputs import Between, Parser
+from odyssey_megatron.inputs import Between, Parser, printable
 from odyssey_megatron.launch import requests
 from odyssey_megatron.metrics.journal import clock, read_journal
+
+_AGENT = re.compile(r"[\w-]{1,60}/agent\d{1,6}", re.ASCII)
+"""Job and source of a line by an agent. The journal is a file that others may have written to."""
 
 
 def main(argv: list[str]) -> int:
@@ -32,11 +36,12 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     job, node = _agent_of(args.run_dir, args.rank)
     try:
-        print(requests.ask(job, node, args.rank, args.gpu))
+        print(printable(requests.ask(job, node, args.rank, args.gpu)))
     except ConnectionRefusedError:
         raise ConfigError(
-            f"the agent of node {node}, which has started rank {args.rank} on this machine, is gone: the job has "
-            "ended, or has lost that node. In the latter case 'odyssey join' brings all its ranks back."
+            f"the agent of node {node}, which has started rank {args.rank} on this machine, cannot be reached. If the "
+            "job has ended, no rank comes back. If it runs in a container, call this command there. If it has lost the "
+            "node, 'odyssey join' brings all its ranks back."
         ) from None
     return 0
 
@@ -50,8 +55,11 @@ def _agent_of(run_dir: Path, rank: int) -> tuple[str, int]:
     started: dict[str, Any] = {}
     ended: dict[str, str] = {}
     for event in read_journal(run_dir):
-        is_agent = re.fullmatch(r"agent\d+", event["source"])
-        if event["event"] == "rank_started" and event.get("target") == rank and is_agent:
+        if (
+            event["event"] == "rank_started"
+            and event.get("target") == rank
+            and _AGENT.fullmatch(_agent(event))
+        ):
             started = event
         elif event["event"] == "job_finished":
             ended[event.get("job", "")] = event.get("verdict", "")
@@ -59,7 +67,7 @@ def _agent_of(run_dir: Path, rank: int) -> tuple[str, int]:
         raise ConfigError(
             f"{run_dir} has no record of a rank {rank}. Name the job's --odyssey-run-dir and one of its ranks."
         )
-    job, node = started.get("job", ""), int(started["source"].removeprefix("agent"))
+    job, node = started["job"], int(started["source"].removeprefix("agent"))
     if job in ended:
         raise ConfigError(f"the job in {run_dir} has ended ({ended[job]}), so no rank can come back into it.")
     if started.get("clock", clock()) != clock():
@@ -68,3 +76,7 @@ def _agent_of(run_dir: Path, rank: int) -> tuple[str, int]:
             "there. If that machine is gone, 'odyssey join' on the one that replaces it brings all its ranks back."
         )
     return job, node
+
+
+def _agent(event: Mapping[str, Any]) -> str:
+    return f"{event.get('job', '')}/{event['source']}"

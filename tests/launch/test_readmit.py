@@ -9,6 +9,8 @@ import sys
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
@@ -96,6 +98,31 @@ def test_a_smaller_cell_that_lacks_nobody_any_more_is_whole():
     assert places.readmit(5, 4) == (7, 2), "rank 5 has the GPU of rank 7, which is lost in its stead"
     assert places.size_left(1, 4) == 4
     assert not places.has_smaller
+
+
+@settings(max_examples=200)
+@given(
+    sizes=st.sampled_from([(1,), (2, 1), (4, 2, 1), (4, 3, 2, 1), (4,), (8, 4, 2, 1)]),
+    story=st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=40),
+)
+def test_whatever_is_lost_and_comes_back_each_rank_has_a_gpu_in_the_end(sizes, story):
+    places = Places(EIGHT)
+    for dies, slot in story:
+        if dies and (rank := places.rank_in(slot)) is not None:
+            places.lose(rank)
+        elif not dies and slot in places.given_up:
+            rank, before = places.readmit(slot, sizes[0])
+            assert before < sizes[0]
+            assert places.rank_in(slot) == rank
+        places.settle(sizes)
+        free = {slot for slot in range(8) if places.rank_in(slot) is None}
+        assert places.given_up.keys() == free
+    for slot in [*places.given_up]:
+        places.readmit(slot, sizes[0])
+        places.settle(sizes)
+    assert {places.slot(rank) for rank in range(8)} == set(range(8))
+    assert not places.has_smaller
+    assert not places.broken(sizes[0])
 
 
 class Given:
@@ -238,6 +265,13 @@ def refused(capsys, folder, *flags) -> str:
 def test_a_run_that_nobody_knows(tmp_path, capsys):
     assert "has no record of a rank 5" in refused(capsys, tmp_path, "--rank", "5")
     assert "--rank" in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("job", ["", "x" * 200, "a/b", "\0", "ü"])
+def test_a_journal_that_names_no_job(tmp_path, capsys, job):
+    Journal(tmp_path, source="agent0", job=job).event("rank_started", target=5, pid=1, host="gpu0")
+    Journal(tmp_path, source="agent" + "9" * 100, job="x").event("rank_started", target=5, pid=1)
+    assert "has no record of a rank 5" in refused(capsys, tmp_path, "--rank", "5")
 
 
 def test_a_job_or_a_node_that_is_gone(tmp_path, capsys):
@@ -387,7 +421,7 @@ def test_readmit_on_another_node_than_the_job_s_host(server, tmp_path, capsys):
     jobs[1].kill()
     jobs[1].process.wait(20)
     said = refused(capsys, run, "--rank", "3")
-    assert "the agent of node 1, which has started rank 3 on this machine, is gone" in said
+    assert "the agent of node 1, which has started rank 3 on this machine, cannot be reached" in said
     (tmp_path / "go").touch()
     assert jobs[0].wait(40) == 0, jobs[0].log()
 
