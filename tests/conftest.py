@@ -43,7 +43,9 @@ def megatron_lm_checkouts() -> list[Path]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slice", metavar="SEED", help="of the tests marked matrix, a few: tests/slices.py")
+    parser.addoption(
+        "--slice", metavar="SEED", help="of the tests marked matrix, too, a few: tests/slices.py"
+    )
     parser.addoption(
         "--pairs",
         action="store_true",
@@ -51,16 +53,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--slice`` the tests that its seed draws."""
+    """With ``--slice`` the long tests that its seed draws are run, too, or, with ``-m matrix``, by themselves."""
     if seed := config.getoption("--slice"):
+        long = {item.nodeid for item in items if item.get_closest_marker("matrix")}
         try:
-            names = drawn(seed, (item.nodeid for item in items))
+            others = long - drawn(seed, sorted(long))
         except ValueError as error:
             raise pytest.UsageError(f"--slice: {error}") from None
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
-        items[:] = [item for item in items if item.nodeid in names]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in others])
+        items[:] = [item for item in items if item.nodeid not in others]
+        if config.option.markexpr == "not matrix":  # pyproject.toml's
+            config.option.markexpr = ""
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

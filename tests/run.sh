@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite on CPU. Arguments go to pytest:  bash tests/run.sh -k schedule
+# The test suite on CPU. Arguments go to pytest:  bash tests/run.sh -k schedule
 set -euo pipefail
 checkout="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$checkout/examples/llama/setup.sh" requirements-test.txt
@@ -12,7 +12,11 @@ if [[ ! -d "$_folder" ]]; then
   python -m pip install -qq --disable-pip-version-check --no-deps --target "$_folder.unfinished" "$_te"
   mv "$_folder.unfinished" "$_folder"
 fi
-# All of them two at a time, file by file: half of what a job of a test takes is waiting.
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
+if [ $# -eq 0 ]; then
+  # Two at a time, file by file: half of what a job of a test takes is waiting. And of the hours of tests that are marked
+  # matrix a few minutes, on each day and at each commit others.
+  seed="${ODYSSEY_SLICE:-$(date +%F)-$(git rev-parse --short HEAD 2>/dev/null || true)}"
+  set -- -n 2 --dist loadfile --no-loadscope-reorder --slice "$seed"
+fi
 echo "== pytest $*"
 exec python -m pytest "$@"

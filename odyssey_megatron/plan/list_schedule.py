@@ -271,7 +271,9 @@ def _list_schedule(
                 task = heappop(input_grad)
                 heappush(weight_grad, task + count)
                 in_flight[seat] -= 1
-            elif weight_grad and (due or not _soon(coming[seat], now, patience * ticks[weight_grad[0]])):
+            elif weight_grad and (
+                due or not patience or not _soon(coming[seat], now, patience * ticks[weight_grad[0]])
+            ):
                 task = heappop(weight_grad)
             else:
                 continue
@@ -285,7 +287,8 @@ def _list_schedule(
             heappush(events, end << bits | 2 * count + seat)
             if then[task]:
                 heappush(events, ready := (end << bits) + then[task])
-                heappush(coming[worker[ready & mask]], ready >> bits)
+                # Who has no patience does not ask for what is coming.
+                _ = patience and heappush(coming[worker[ready & mask]], ready >> bits)
     return done, queues
 
 

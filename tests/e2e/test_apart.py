@@ -10,6 +10,8 @@ from odyssey_megatron.policy.profile import Profile
 from tests.e2e.jobs import assert_equal_runs
 from tests.plan.samples import uniform_costs
 
+pytestmark = pytest.mark.matrix
+
 MODEL = "--num-layers 4 --global-batch-size 2"
 """On three workers: as one pipeline a step takes 12 units, and 10 where each microbatch takes its own way."""
 
@@ -20,9 +22,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=[] if one == "backward" else pytest.mark.matrix) for one in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_job_whose_microbatches_go_their_own_ways(jobs, undisturbed, tmp_path, name, case):
     path = tmp_path / "few.json"
     costs = replace(uniform_costs(4, ends=True), memory_bytes=2**30)
@@ -53,7 +53,7 @@ several of them."""
     "inject",
     [
         "rank=1,step=2,at=backward",
-        pytest.param("rank=3,step=1,at=forward;rank=0,step=3,at=weight_grad", marks=pytest.mark.matrix),
+        "rank=3,step=1,at=forward;rank=0,step=3,at=weight_grad",
     ],
     ids=["backward", "two"],
 )

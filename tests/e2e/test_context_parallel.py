@@ -8,6 +8,8 @@ import pytest
 
 from tests.e2e.jobs import TOLERANCE, assert_equal_numbers, assert_equal_runs
 
+pytestmark = pytest.mark.matrix
+
 JOB = "--num-layers 4 --global-batch-size 6"
 CONTEXT = f"{JOB} --context-parallel-size 2"
 SHARDED = f"{JOB} --tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm"
@@ -20,7 +22,7 @@ RANKS = 8  # four workers of CONTEXT
     [
         (CONTEXT, JOB, 2),
         (f"{JOB} --context-parallel-size 4", JOB, 4),
-        pytest.param(BOTH, SHARDED, 4, marks=pytest.mark.matrix),
+        (BOTH, SHARDED, 4),
     ],
 )
 def test_it_changes_nothing(undisturbed, parts, whole, ranks):
@@ -34,10 +36,8 @@ def test_it_changes_nothing(undisturbed, parts, whole, ranks):
         ("", 2, "rank=3,step=2,at=backward;rank=4,step=4,at=reduce"),
         ("--use-distributed-optimizer", 1, "rank=1,step=1,at=param_gather;rank=6,step=3,at=agreement"),
         ("--odyssey-policy replan", 2, "rank=5,step=2,at=forward;rank=2,step=2,at=transfer,generation=2"),
-        pytest.param(
-            "--share-embeddings-and-output-weights", 2, "rank=0,step=2,at=optimizer", marks=pytest.mark.matrix
-        ),
-        pytest.param("--hidden-dropout 0.1", 2, "rank=7,step=2,at=weight_grad", marks=pytest.mark.matrix),
+        ("--share-embeddings-and-output-weights", 2, "rank=0,step=2,at=optimizer"),
+        ("--hidden-dropout 0.1", 2, "rank=7,step=2,at=weight_grad"),
     ],
 )
 def test_a_run_that_loses_cells_of_context_ranks_equals_one_that_does_not(
@@ -48,14 +48,12 @@ def test_a_run_that_loses_cells_of_context_ranks_equals_one_that_does_not(
     assert_equal_runs(shot, undisturbed(model), kills=inject.count("rank="))
 
 
-@pytest.mark.matrix
 def test_with_tensor_parallelism(jobs, undisturbed, name):
     """Cells of four. A weight that all of a cell have is in the sum of every part once."""
     shot = jobs.run(name, ranks=RANKS, stages=1, flags=f"{BOTH} --odyssey-inject rank=6,step=2,at=reduce")
     assert_equal_runs(shot, undisturbed(SHARDED), kills=1)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("state", ["", "--odyssey-redundancy state"])
 def test_a_cell_of_context_ranks_comes_back(jobs, undisturbed, name, state):
     """All its ranks join, and each is filled by the one in the same place; kept alive without data parallelism, too."""

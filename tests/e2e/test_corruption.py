@@ -11,10 +11,11 @@ from odyssey_megatron.errors import EXIT_UNSOUND
 from tests.e2e import corrupted, not_finite
 from tests.e2e.jobs import LONG, assert_equal_runs, assert_holders_agree
 
+pytestmark = pytest.mark.matrix
+
 EACH = "--check-weight-hash-across-dp-replicas-interval 1"
 CORRUPTED, NOT_FINITE = Path(corrupted.__file__), Path(not_finite.__file__)
 CELLS = "--tensor-model-parallel-size 2"
-matrix = pytest.mark.matrix
 
 
 def assert_left_out(outcome, ranks, what):
@@ -39,32 +40,19 @@ def hashes(what):
     ("ranks", "stages", "faults", "flags", "gone", "what"),
     [
         (3, 1, "1:2:weights", "", [1], "weights of the embedding"),
-        pytest.param(3, 1, "0:2:state", "", [0], "optimizer state of the embedding", marks=matrix),
-        pytest.param(
-            8, 2, "6:2:weights", "--odyssey-policy replan", [6], r"weights of layer \d", marks=matrix
-        ),
-        pytest.param(5, 1, "1:2:weights,3:2:state", "", [1, 3], ".* of the embedding", marks=matrix),
+        (3, 1, "0:2:state", "", [0], "optimizer state of the embedding"),
+        (8, 2, "6:2:weights", "--odyssey-policy replan", [6], r"weights of layer \d"),
+        (5, 1, "1:2:weights,3:2:state", "", [1, 3], ".* of the embedding"),
         # Of four holders two keep a slice of a layer; the others are sent the first one's weights.
-        pytest.param(
-            4, 1, "3:2:sent", "--use-distributed-optimizer", [3], "weights of the embedding", marks=matrix
-        ),
-        pytest.param(
-            6,
-            1,
-            "3:2:weights",
-            "--tensor-model-parallel-size 2",
-            [2, 3],
-            "weights of the embedding",
-            marks=matrix,
-        ),
-        pytest.param(
+        (4, 1, "3:2:sent", "--use-distributed-optimizer", [3], "weights of the embedding"),
+        (6, 1, "3:2:weights", "--tensor-model-parallel-size 2", [2, 3], "weights of the embedding"),
+        (
             4,
             1,
             "0:2:state",
             "--use-distributed-optimizer --odyssey-redundancy-level 2",
             [0],
             "optimizer state of the embedding",
-            marks=matrix,
         ),
     ],
 )
@@ -82,17 +70,11 @@ def test_the_odd_one_out_is_left_out(jobs, undisturbed, name, ranks, stages, fau
     ("ranks", "flags", "found"),
     [
         (2, "", "optimizer state of the embedding on ranks [0] and on [1]"),
-        pytest.param(
-            4,
-            "--use-distributed-optimizer --odyssey-spare-state host",
-            "optimizer state of ",
-            marks=matrix,
-        ),
-        pytest.param(
+        (4, "--use-distributed-optimizer --odyssey-spare-state host", "optimizer state of "),
+        (
             4,
             "--corrupt 1:2:state,0:2:state",
             "optimizer state of the embedding on ranks [0, 1] and on [2, 3]",
-            marks=matrix,
         ),
     ],
 )
@@ -107,7 +89,6 @@ def test_where_nobody_can_say_who_is_right_the_job_stops(jobs, name, ranks, flag
     assert not outcome.named("left_out")
 
 
-@matrix
 @pytest.mark.parametrize("faults", ["1:2:weights", "1:2:weights,1:50:weights"])
 def test_it_comes_back_with_what_the_others_have_but_not_twice(jobs, reference, name, faults):
     flags = f"{LONG} {EACH} --odyssey-respawn 3 --corrupt {faults}"
@@ -121,7 +102,6 @@ def test_it_comes_back_with_what_the_others_have_but_not_twice(jobs, reference, 
     assert_equal_runs(shot, reference, kills=0)
 
 
-@matrix
 def test_what_was_computed_with_it_before_the_check_stays(jobs, undisturbed, name):
     """Its gradients went into the sums of all: those who are left have the same, but not what they would have had."""
     flags = "--check-weight-hash-across-dp-replicas-interval 4 --corrupt 1:1:weights"
@@ -139,23 +119,21 @@ def test_what_was_computed_with_it_before_the_check_stays(jobs, undisturbed, nam
     ("ranks", "stages", "fault", "flags", "gone"),
     [
         (3, 1, "1:2:forward", "", [1]),
-        pytest.param(2, 1, "1:2:forward:once", "", [1], marks=matrix),
-        pytest.param(3, 1, "0:2:input_grad", "", [0], marks=matrix),
-        pytest.param(3, 1, "1:2:weight_grad", "", [1], marks=matrix),
-        pytest.param(2, 1, "1:2:weight_grad:once", "", [1], marks=matrix),
-        pytest.param(4, 2, "1:2:forward", "", [1], marks=matrix),
-        pytest.param(8, 2, "6:2:forward:once", "", [6], marks=matrix),
-        pytest.param(8, 2, "5:2:input_grad:once", "", [5], marks=matrix),
-        pytest.param(8, 2, "2:2:weight_grad", "--odyssey-policy replan", [2], marks=matrix),
-        pytest.param(8, 4, "4:2:input_grad", "--odyssey-interrupted-step redo", [4], marks=matrix),
-        pytest.param(4, 2, "3:2:forward", "--use-distributed-optimizer", [3], marks=matrix),
-        pytest.param(6, 1, "3:2:forward", CELLS, [2, 3], marks=matrix),
+        (2, 1, "1:2:forward:once", "", [1]),
+        (3, 1, "0:2:input_grad", "", [0]),
+        (3, 1, "1:2:weight_grad", "", [1]),
+        (2, 1, "1:2:weight_grad:once", "", [1]),
+        (4, 2, "1:2:forward", "", [1]),
+        (8, 2, "6:2:forward:once", "", [6]),
+        (8, 2, "5:2:input_grad:once", "", [5]),
+        (8, 2, "2:2:weight_grad", "--odyssey-policy replan", [2]),
+        (8, 4, "4:2:input_grad", "--odyssey-interrupted-step redo", [4]),
+        (4, 2, "3:2:forward", "--use-distributed-optimizer", [3]),
+        (6, 1, "3:2:forward", CELLS, [2, 3]),
         # Of a norm, whose gradient each rank of a cell has by itself, and the first one counts.
-        pytest.param(4, 1, "3:2:weight_grad:once", CELLS, [2, 3], marks=matrix),
-        pytest.param(
-            4, 1, "3:2:weight_grad:once", f"{CELLS} --use-distributed-optimizer", [2, 3], marks=matrix
-        ),
-        pytest.param(8, 2, "5:2:weight_grad", f"{CELLS} --sequence-parallel", [4, 5], marks=matrix),
+        (4, 1, "3:2:weight_grad:once", CELLS, [2, 3]),
+        (4, 1, "3:2:weight_grad:once", f"{CELLS} --use-distributed-optimizer", [2, 3]),
+        (8, 2, "5:2:weight_grad", f"{CELLS} --sequence-parallel", [4, 5]),
     ],
 )
 def test_what_is_finite_elsewhere_was_computed_wrongly(
@@ -170,7 +148,6 @@ def test_what_is_finite_elsewhere_was_computed_wrongly(
     assert_equal_runs(shot, undisturbed(cells, ranks=4 if cells else 2), kills=0)
 
 
-@matrix
 def test_wrong_numbers_after_a_failure(jobs, undisturbed, name):
     """Pipelines share workers by then."""
     flags = "--odyssey-inject rank=7,step=1,at=backward --not-finite 2:3:forward"
@@ -179,7 +156,6 @@ def test_wrong_numbers_after_a_failure(jobs, undisturbed, name):
     assert_equal_runs(shot, undisturbed(), kills=1)
 
 
-@matrix
 def test_a_failure_while_it_is_found_out(jobs, undisturbed, name):
     """Rank 0 dies where the step is done a second time."""
     flags = "--not-finite 3:2:forward,0:2:dies"
@@ -192,9 +168,9 @@ def test_a_failure_while_it_is_found_out(jobs, undisturbed, name):
 @pytest.mark.parametrize(
     ("ranks", "stages", "fault"),
     [
-        pytest.param(4, 2, "all:2:forward", marks=matrix),
-        pytest.param(3, 1, "all:2:weight_grad", marks=matrix),
-        pytest.param(2, 2, "0:2:forward", marks=matrix),  # who has no twin
+        (4, 2, "all:2:forward"),
+        (3, 1, "all:2:weight_grad"),
+        (2, 2, "0:2:forward"),  # who has no twin
     ],
 )
 def test_what_is_not_finite_anywhere_stops_the_job(jobs, name, ranks, stages, fault):

@@ -58,11 +58,8 @@ CASES = {
     ),
 }  # fmt: skip
 
-ALWAYS = {
-    "forward-first", "reduce-rank0", "commit-last", "last-step", "hang", "two-at-once-same-stage", "in-a-row-auto",
-    "same-step-again", "in-abort", "in-transfer", "down-to-one-pipeline",
-}  # fmt: skip
-"""In every run of the tests; the others by the marker, and one of them in each run of CI."""
+ALWAYS = {"forward-first", "reduce-rank0", "hang", "same-step-again", "in-transfer", "down-to-one-pipeline"}
+"""In every run of the tests; the others by the marker, and some of them in each run of CI."""
 
 SHARDED = {
     "backward": (PP2_DP4, "reroute", "rank=1,step=2,at=backward"),
@@ -83,12 +80,7 @@ SHARDED = {
 """With the optimizer state of each layer cut over its four holders, each slice on two of them."""
 
 
-MATRIX = {"backward", "between-step-and-gather", "two-at-once", "while-weights-arrive"}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=[pytest.mark.matrix] * (one in MATRIX)) for one in SHARDED]
-)
+@pytest.mark.parametrize("case", cases_of(SHARDED, {"gather", "while-gathering-again"}))
 def test_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     shot = run_case(jobs, name, SHARDED[case], "--use-distributed-optimizer", undisturbed())
     first = shot.named("decision")[0]["layout"]
@@ -106,6 +98,7 @@ def test_a_rank_whose_training_thread_is_stuck(jobs, undisturbed, name):
     assert [event["cause"] for event in shot.named("failure_detected")] == ["hang"]
 
 
+@pytest.mark.matrix
 def test_momentum_moves_with_its_layer(jobs, undisturbed, name):
     """Two layouts change: before the first step has given a momentum its first value, and behind others."""
     flags = "--optimizer sgd --lr 0.3"
@@ -124,19 +117,20 @@ def test_momentum_moves_with_its_layer(jobs, undisturbed, name):
     assert shot.run.steps[-1].loss != pytest.approx(others[1], rel=1e-3)
 
 
+@pytest.mark.matrix
 def test_in_16_bits_holders_are_equal_after_every_step(jobs, undisturbed, name):
     flags = f"--use-distributed-optimizer {BFLOAT16}"
     run_case(jobs, name, SHARDED["in-a-row"], flags, undisturbed(BFLOAT16), alike=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("flags", "inject"),
     [
         ("--train-iters 32", "rank=3,step=2,at=agreement;rank=1,step=4,at=commit;rank=0,step=30,at=reduce"),
-        pytest.param(
+        (
             f"{LONG} --odyssey-respawn 1",
             "rank=3,step=2,at=agreement;rank=1,step=4,at=commit;rank=0,step=50,at=backward",
-            marks=pytest.mark.matrix,
         ),
     ],
 )
@@ -165,6 +159,7 @@ def test_a_step_that_overflows_is_skipped_everywhere(jobs, undisturbed, name, fl
     assert_holders_agree(shot)
 
 
+@pytest.mark.matrix
 def test_with_three_copies_of_optimizer_state_two_may_be_lost_at_once(jobs, undisturbed, name):
     """Of neighbours both copies of a slice would be gone if there were two."""
     inject = "rank=0,step=2,at=commit;rank=1,step=2,at=commit"
@@ -175,6 +170,7 @@ def test_with_three_copies_of_optimizer_state_two_may_be_lost_at_once(jobs, undi
     assert any(1 in (ring[ring.index(0) - 1], ring[(ring.index(0) + 1) % 4]) for ring in keepers if 0 in ring)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("flags", "inject"),
     [
@@ -207,7 +203,7 @@ ALONE = {
 """One pipeline, each of its layers with a shadow."""
 
 
-@pytest.mark.parametrize("case", ALONE)
+@pytest.mark.parametrize("case", cases_of(ALONE, {"in-a-row"}))
 def test_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, case):
     shot = run_case(jobs, name, ALONE[case], "--odyssey-redundancy state", undisturbed())
     if "reroute" in ALONE[case]:
@@ -238,6 +234,7 @@ def test_the_layout_does_not_matter(undisturbed):
         assert_equal_weights(outcome.weights(), runs[0].weights())
 
 
+@pytest.mark.matrix
 def test_dropout_follows_the_microbatch_and_not_the_rank(jobs, undisturbed, name):
     """I2: a rerouted microbatch draws the numbers that it would have drawn at home."""
     dropout = "--attention-dropout 0.1 --hidden-dropout 0.1"

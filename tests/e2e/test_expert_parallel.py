@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import corrupted, not_finite
-from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs, cases_of
+from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs
 from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
 from tests.e2e.test_rejoin import members
+
+pytestmark = pytest.mark.matrix
 
 JOB = "--num-layers 4 --global-batch-size 12"
 GANGS = "--expert-model-parallel-size 2"
@@ -55,14 +57,13 @@ CASES = {
     ),
     "dropout": (4, 1, "mixtral", "--hidden-dropout 0.1", "rank=2,step=1,at=forward"),
 }  # fmt: skip
-ALWAYS = {"in-a-row", "transfer"}
 SAME = ("--moe", "--hidden", "--context", "--tensor")
 """Flags of the model, which the run without a failure has, too."""
 SIZES = ("--context-parallel-size", "--tensor-model-parallel-size")
 """With which a gang has more ranks, or as many may be two of them."""
 
 
-@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_that_loses_gangs_equals_one_that_does_not(jobs, undisturbed, name, case):
     ranks, stages, model, more, inject = CASES[case]
     flags = MODELS[model]
@@ -72,14 +73,12 @@ def test_a_run_that_loses_gangs_equals_one_that_does_not(jobs, undisturbed, name
     assert_equal_runs(shot, reference, kills=inject.count("rank="))
 
 
-@pytest.mark.matrix
 def test_bfloat16_over_gangs(jobs, undisturbed, name):
     flags = f"--use-distributed-optimizer {BFLOAT16} {MODELS['deepseek']}"
     shot = jobs.run(name, ranks=6, stages=1, flags=f"{flags} --odyssey-inject rank=1,step=2,at=backward")
     assert_alike_runs(shot, undisturbed(f"{BFLOAT16} {MODELS['deepseek']}", ranks=2), kills=1)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "more", ["", ";rank=2,step=-1,at=transfer,generation=3", ";rank=4,step=-1,at=transfer,incarnation=1"]
 )
@@ -95,7 +94,6 @@ def test_a_gang_comes_back(jobs, undisturbed, name, more):
     assert members(shot)[0] == members(shot)[-1] == 8
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("ranks", "script", "fault", "gone"),
     [

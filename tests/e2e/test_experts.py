@@ -9,6 +9,8 @@ from tests.e2e.jobs import BFLOAT16, LONG, assert_equal_runs, run_case
 from tests.e2e.test_exactness import ALONE, CASES, SHARDED
 from tests.e2e.test_rejoin import ONCE, members
 
+pytestmark = pytest.mark.matrix
+
 MIXTRAL = (
     "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 "
     "--moe-input-jitter-eps 1e-2"
@@ -34,18 +36,10 @@ MORE = {
     "dropped-tokens": ((6, 2), "auto", "rank=1,step=1,at=forward", "--moe-expert-capacity-factor 1.25"),
     "tied": ((6, 2), "replan", "rank=0,step=1,at=backward", "--share-embeddings-and-output-weights"),
 }  # fmt: skip
-ALWAYS = {"deepseek-backward-last"}
-"""In every run of the tests; the others by the marker."""
 
 
 def _each(cases):
-    return [
-        pytest.param(
-            model, case, marks=() if f"{model}-{case}" in ALWAYS else pytest.mark.matrix, id=f"{model}-{case}"
-        )
-        for model in MODELS
-        for case in cases
-    ]
+    return [pytest.param(model, case, id=f"{model}-{case}") for model in MODELS for case in cases]
 
 
 @pytest.mark.parametrize(("model", "case"), _each(CASES))
@@ -73,7 +67,6 @@ def test_experts_with_other_flags(jobs, undisturbed, name, model, case):
     run_case(jobs, name, how, f"{MODELS[model]} {more}", reference)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("victim", [0, 3, 7])
 def test_experts_a_rank_comes_back(jobs, undisturbed, name, model, victim):
@@ -86,7 +79,6 @@ def test_experts_a_rank_comes_back(jobs, undisturbed, name, model, victim):
     assert members(shot)[0] == members(shot)[-1] == 8
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("case", ALONE)
 def test_experts_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, model, case):
@@ -94,7 +86,6 @@ def test_experts_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed,
     run_case(jobs, name, ALONE[case], flags, undisturbed(MODELS[model]))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("model", MODELS)
 def test_experts_in_16_bits(jobs, undisturbed, name, model):
     model_in_16_bits = f"{BFLOAT16} {MODELS[model]}"

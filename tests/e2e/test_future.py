@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.jobs import LONG, TOLERANCE, assert_equal_runs, assert_equal_weights, cases_of, run_case
+from tests.e2e.jobs import LONG, TOLERANCE, assert_equal_runs, assert_equal_weights, run_case
 from tests.e2e.test_exactness import CASES, SHARDED
 from tests.e2e.test_rejoin import ONCE, members
+
+pytestmark = pytest.mark.matrix
 
 AHEAD = "--mtp-num-layers 1"
 TIED = "--share-embeddings-and-output-weights"
@@ -27,29 +29,26 @@ MORE = {
         "--mtp-num-layers 2 --num-experts 4 --moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-2",
     ),
 }  # fmt: skip
-ALWAYS = {"backward-last"}
-"""In every run of the tests; the others by the marker."""
 
 
-@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_with_failures_equals_one_without_further_ahead(jobs, undisturbed, name, case):
     shot = run_case(jobs, name, CASES[case], AHEAD, undisturbed(AHEAD))
     assert shot.run.steps[0].losses.keys() == {"lm loss", "mtp_1 loss"}
     assert shot.named("decision")[0]["layout"]["tied"]
 
 
-@pytest.mark.parametrize("case", cases_of(SHARDED, ALWAYS))
+@pytest.mark.parametrize("case", SHARDED)
 def test_no_rank_takes_optimizer_state_further_ahead_with_it(jobs, undisturbed, name, case):
     run_case(jobs, name, SHARDED[case], f"{AHEAD} --use-distributed-optimizer", undisturbed(AHEAD))
 
 
-@pytest.mark.parametrize("case", cases_of(MORE, ALWAYS))
+@pytest.mark.parametrize("case", MORE)
 def test_further_ahead_with_other_flags(jobs, undisturbed, name, case):
     *how, more = MORE[case]
     run_case(jobs, name, how, more, undisturbed(more))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("victim", [0, 7])
 def test_a_rank_comes_back_further_ahead(jobs, undisturbed, name, victim):
     # At the usual rate some steps have gradients 10 to 50 times as large as others, whose norm loses digits.
@@ -60,7 +59,6 @@ def test_a_rank_comes_back_further_ahead(jobs, undisturbed, name, victim):
     assert members(shot)[0] == members(shot)[-1] == 8
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_sequences_come_to_the_whole(jobs, undisturbed, name, size):
     """Tokens further ahead are in other parts. Each part's losses are logged as its own mean, as Megatron has it."""

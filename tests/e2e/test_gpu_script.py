@@ -26,6 +26,7 @@ def script(*argv, **more):
     )  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_dry_run_measures_one_job_and_says_what_is_left(tmp_path):

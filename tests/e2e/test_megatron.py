@@ -9,6 +9,8 @@ import pytest
 from tests.e2e.jobs import ROUNDING, assert_equal_numbers, assert_holders_agree
 from tests.launch.jobserver import CHECKOUT
 
+pytestmark = pytest.mark.matrix
+
 FLOAT32 = "--odyssey-float64 off"
 CONTEXT = "--context-parallel-size 2 --num-layers 4 --global-batch-size 6"
 CELLS = "--tensor-model-parallel-size 2 --qk-layernorm --num-layers 4 --global-batch-size 6"
@@ -27,10 +29,11 @@ MORE = ("--expert-tensor-parallel-size 1", "", "--moe-token-dispatcher-type allg
     "flags",
     [
         *("", f"{CELLS} --sequence-parallel", CONTEXT),
-        *(pytest.param(one, marks=pytest.mark.matrix) for one in (CELLS, EXPERTS)),
-        pytest.param(f"{EXPERTS} --context-parallel-size 2", marks=pytest.mark.matrix),
-        pytest.param(f"{EXPERTS} --expert-tensor-parallel-size 2", marks=pytest.mark.matrix),
-        *(pytest.param(f"{GANGS} {more}", marks=pytest.mark.matrix) for more in MORE),
+        CELLS,
+        EXPERTS,
+        f"{EXPERTS} --context-parallel-size 2",
+        f"{EXPERTS} --expert-tensor-parallel-size 2",
+        *(f"{GANGS} {more}" for more in MORE),
     ],
 )
 def test_losses_and_gradients_are_those_of_megatron_core_alone(jobs, name, flags):
@@ -61,7 +64,7 @@ def test_losses_and_gradients_are_those_of_megatron_core_alone(jobs, name, flags
     assert [step.grad_norm for step in steps] == pytest.approx(stock["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("policy", [pytest.param("reroute", marks=pytest.mark.matrix), "replan"])
+@pytest.mark.parametrize("policy", ["reroute", "replan"])
 def test_bfloat16_with_float32_main_parameters(jobs, name, policy):
     """All holders of a layer keep bitwise equal weights and optimizer state, whatever moved."""
     flags = f"{FLOAT32} --bf16"

@@ -73,6 +73,7 @@ def test_a_lost_node_that_had_all_replicas_of_a_stage_but_for_their_places(jobs,
     assert_equal_weights(outcome.weights(), reference.weights())
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_a_lost_node_is_replaced(jobs, reference, name):
     """``odyssey join`` with the arguments of the run: the new node's ranks are filled, and train to the end."""

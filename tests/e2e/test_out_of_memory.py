@@ -16,6 +16,8 @@ from tests.e2e.jobs import LONG, assert_equal_runs
 from tests.e2e.test_shrinking import GANG
 from tests.e2e.test_tensor_parallel import CELLS
 
+pytestmark = pytest.mark.matrix
+
 CASES = {
     "healthy": "rank=0,step=2,at=forward,microbatch=4,signal=FULL",
     "backward": "rank=6,step=2,at=backward,microbatch=2,signal=FULL",
@@ -27,10 +29,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(one, marks=[pytest.mark.matrix] * (one not in ("healthy", "while-layers-move")))
-        for one in CASES
-    ],
+    CASES,
 )
 def test_a_rank_that_runs_out_of_memory(jobs, undisturbed, name, case):
     inject = CASES[case]
@@ -48,7 +47,6 @@ def test_a_rank_that_runs_out_of_memory(jobs, undisturbed, name, case):
     assert sum("out of memory" in one["why"] for one in decisions) == inject.count("FULL")
 
 
-@pytest.mark.matrix
 def test_a_rank_that_finds_no_memory_when_it_joins(jobs, undisturbed, name):
     """It fails, and is started once more. The others need no other plan for that."""
     inject = "rank=5,step=1,at=backward;rank=5,step=-1,at=transfer,incarnation=1,signal=FULL"
@@ -59,7 +57,6 @@ def test_a_rank_that_finds_no_memory_when_it_joins(jobs, undisturbed, name):
     assert [event["target"] for event in shot.named("rank_joined")] == [5, 5]
 
 
-@pytest.mark.matrix
 def test_a_rank_that_no_plan_helps_is_left_out(jobs, undisturbed, name):
     """Of two pipelines one would be left if its stages were to keep less: something else may be in its memory."""
     again = ";".join(f"rank=3,step=2,at=forward,generation={one},signal=FULL" for one in range(1, 20))
@@ -84,7 +81,6 @@ FLAGS = ("", "--odyssey-policy reroute", "--odyssey-policy replan", "--odyssey-i
 FIRST, LAST = (int(one) for one in os.environ.get("ODYSSEY_SEEDS", "0:12").split(":"))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_drawn(jobs, undisturbed, name, seed):
     """Ranks run out of memory and die, up to four times at points that a seed draws."""

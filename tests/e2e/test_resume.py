@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.jobs import assert_equal_runs
+from tests.e2e.jobs import assert_equal_runs, cases_of
 
 BATCH = "--global-batch-size 24"
 
@@ -28,15 +28,7 @@ TAKEN_OVER = {
 }
 """One pipeline of four stages with shadows, some of them neighbours."""
 
-IN_THE_SUITE = {"forward-first", "again-in-the-same-step", "weight_grad-2"}
-"""The others are marked matrix."""
-
-
-def marked(cases):
-    return [
-        pytest.param(case, marks=() if case in IN_THE_SUITE else pytest.mark.matrix, id=case)
-        for case in cases
-    ]
+ALWAYS = {"again-in-the-same-step", "weight_grad-2"}
 
 
 def check(shot, reference, inject):
@@ -44,13 +36,13 @@ def check(shot, reference, inject):
     assert {one.outcome for one in shot.run.recoveries} - {"superseded"} == {"resume"}
 
 
-@pytest.mark.parametrize("case", marked(REROUTED))
+@pytest.mark.parametrize("case", cases_of(REROUTED, ALWAYS))
 def test_rerouted_in_mid_step(jobs, undisturbed, name, case):
     flags = f"{BATCH} --odyssey-policy reroute --odyssey-inject {REROUTED[case]}"
     check(jobs.run(name, ranks=8, stages=4, flags=flags), undisturbed(BATCH), REROUTED[case])
 
 
-@pytest.mark.parametrize("case", marked(TAKEN_OVER))
+@pytest.mark.parametrize("case", cases_of(TAKEN_OVER, ALWAYS))
 def test_taken_over_in_mid_step(jobs, undisturbed, name, case):
     flags = f"{BATCH} --odyssey-redundancy state --odyssey-policy reroute --odyssey-inject {TAKEN_OVER[case]}"
     check(jobs.run(name, ranks=4, stages=4, flags=flags), undisturbed(BATCH), TAKEN_OVER[case])
@@ -72,10 +64,8 @@ DONE_AGAIN = {
 """Some of these would go on if they were let."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(one, marks=[pytest.mark.matrix] * (one != "rerouted")) for one in DONE_AGAIN],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", DONE_AGAIN)
 def test_a_step_is_done_again_where_that_is_asked_for(jobs, undisturbed, name, case):
     ranks, stages, more, policy, inject = DONE_AGAIN[case]
     flags = (
@@ -112,12 +102,8 @@ RUN_AHEAD = {
 """With --odyssey-redundancy compute: each loses a stage that somebody has run ahead of."""
 
 
-_LONG = ("forward", "backward", "weight_grad", "head", "two-pipelines", "shared-optimizer")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=[pytest.mark.matrix] * (one in _LONG)) for one in RUN_AHEAD]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", RUN_AHEAD)
 def test_what_was_run_ahead_is_not_done_again(jobs, undisturbed, name, case):
     ranks, stages, more, inject = RUN_AHEAD[case]
     flags = f"{BATCH} {more} --odyssey-redundancy compute --odyssey-policy reroute --odyssey-inject {inject}"

@@ -6,25 +6,27 @@ import pytest
 
 from tests.e2e.jobs import TOLERANCE, assert_equal_numbers, assert_equal_runs
 
+pytestmark = pytest.mark.matrix
+
 CELLS = "--tensor-model-parallel-size 2 --num-layers 4 --global-batch-size 6"
 SEQUENCE = f"{CELLS} --sequence-parallel"
 RANKS, STAGES = 8, 2  # workers 0 and 1 are the first stage, 2 and 3 the last
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param("--qk-layernorm", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("flags", ["", "--qk-layernorm"])
 def test_sequence_parallelism_changes_nothing(undisturbed, flags):
     """Its norms see a part of the sequence each; those of queries and keys a part of the heads in any case."""
     whole, parts = (undisturbed(f"{cells} {flags}".strip()).run.steps for cells in (CELLS, SEQUENCE))
     assert_equal_numbers(parts, whole, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("flags", [pytest.param(CELLS, marks=pytest.mark.matrix), SEQUENCE])
+@pytest.mark.parametrize("flags", [CELLS, SEQUENCE])
 @pytest.mark.parametrize(
     "inject",
     [
         "rank=3,step=2,at=backward",
         "rank=4,step=1,at=weight_grad;rank=0,step=3,at=reduce",
-        pytest.param("rank=6,step=2,at=agreement", marks=pytest.mark.matrix),
+        "rank=6,step=2,at=agreement",
     ],
 )
 def test_a_run_that_loses_cells_equals_one_that_does_not(jobs, undisturbed, name, flags, inject):

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
-from tests.e2e.jobs import BFLOAT16, LONG, assert_equal_runs, cases_of, run_case
+from tests.e2e.jobs import BFLOAT16, LONG, assert_equal_runs, run_case
 from tests.e2e.test_exactness import ALONE, CASES, SHARDED
 from tests.e2e.test_rejoin import ONCE, members
 from tests.e2e.test_two_speed import STEPS
+
+pytestmark = pytest.mark.matrix
 
 TIED = "--share-embeddings-and-output-weights"
 MORE = {
@@ -27,16 +29,14 @@ MORE = {
     ),
     "momentum": ((8, 4), "replan", "rank=7,step=0,at=backward;rank=0,step=3,at=optimizer", "--optimizer sgd --lr 0.3"),
 }  # fmt: skip
-ALWAYS = {"forward-first", "two-at-once"}
-"""In every run of the tests; the others by the marker."""
 
 
-@pytest.mark.parametrize("case", cases_of(CASES, ALWAYS))
+@pytest.mark.parametrize("case", CASES)
 def test_tied_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     run_case(jobs, name, CASES[case], TIED, undisturbed(TIED))
 
 
-@pytest.mark.parametrize("case", cases_of(SHARDED, ALWAYS))
+@pytest.mark.parametrize("case", SHARDED)
 def test_tied_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, case):
     shot = run_case(jobs, name, SHARDED[case], f"{TIED} --use-distributed-optimizer", undisturbed(TIED))
     first = shot.named("decision")[0]["layout"]
@@ -45,14 +45,13 @@ def test_tied_no_rank_takes_optimizer_state_with_it(jobs, undisturbed, name, cas
     assert first["copies"] == 2
 
 
-@pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.matrix) for one in MORE])
+@pytest.mark.parametrize("case", MORE)
 def test_tied_with_other_flags(jobs, undisturbed, name, case):
     *how, more = MORE[case]
     same = more if "sgd" in more or "tensor" in more else ""
     run_case(jobs, name, how, f"{TIED} {more}", undisturbed(f"{TIED} {same}".strip()))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("victim", [0, 3, 7])
 def test_tied_a_rank_comes_back(jobs, undisturbed, name, victim):
     inject = f"rank={victim},step=2,at=backward"
@@ -66,7 +65,6 @@ def test_tied_a_rank_comes_back(jobs, undisturbed, name, victim):
     assert members(shot)[0] == members(shot)[-1] == 8
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "inject", ["", "rank=2,step=-1,at=forward,generation=3", "rank=0,step=-1,at=commit,generation=3"]
 )
@@ -82,7 +80,6 @@ def test_tied_layers_behind_the_steps(jobs, undisturbed, tmp_path, name, inject)
     assert (3, "fill") in [(event["generation"], event["policy"]) for event in shot.named("decision")]
 
 
-@pytest.mark.matrix
 def test_tied_a_profile_of_another_model_is_refused(jobs, undisturbed, name):
     profile = undisturbed(TIED, ranks=8, stages=4).run_dir / "profile.json"
     run = jobs.run(name, ranks=2, stages=1, flags=f"--odyssey-profile {profile}")
@@ -91,13 +88,11 @@ def test_tied_a_profile_of_another_model_is_refused(jobs, undisturbed, name):
     assert "6 transformer layers with embedding and head tied, and the job's has 6 with" in run.log
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("case", ALONE)
 def test_tied_a_shadow_takes_over_without_data_parallelism(jobs, undisturbed, name, case):
     run_case(jobs, name, ALONE[case], f"{TIED} --odyssey-redundancy state", undisturbed(TIED))
 
 
-@pytest.mark.matrix
 def test_tied_in_16_bits(jobs, undisturbed, name):
     flags = f"--use-distributed-optimizer {BFLOAT16} {TIED}"
     run_case(jobs, name, SHARDED["in-a-row"], flags, undisturbed(f"{BFLOAT16} {TIED}"), alike=True)

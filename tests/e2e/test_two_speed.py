@@ -9,6 +9,8 @@ import pytest
 from odyssey_megatron.plan.slices import NOBODY
 from tests.e2e.jobs import PAIRS, assert_equal_runs
 
+pytestmark = pytest.mark.matrix
+
 STEPS = "--train-iters 20"
 
 
@@ -24,7 +26,6 @@ def profile(undisturbed, tmp_path):
     return path
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "inject",
     [
@@ -59,14 +60,14 @@ def test_routes_first_and_layers_behind_the_steps(jobs, undisturbed, profile, na
     "inject",
     [
         "",
-        pytest.param("rank=3,step=-1,at=forward,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=7,step=-1,at=groups,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=2,step=-1,at=agreement,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=6,step=-1,at=optimizer,generation=3", marks=pytest.mark.matrix),
-        pytest.param("rank=0,step=-1,at=param_gather,generation=3", marks=pytest.mark.matrix),
+        "rank=3,step=-1,at=forward,generation=3",
+        "rank=7,step=-1,at=groups,generation=3",
+        "rank=2,step=-1,at=agreement,generation=3",
+        "rank=6,step=-1,at=optimizer,generation=3",
+        "rank=0,step=-1,at=param_gather,generation=3",
     ],
 )
-@pytest.mark.parametrize("spare", ["device", pytest.param("host", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("spare", ["device", "host"])
 def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step(
     jobs, undisturbed, profile, name, inject, spare
 ):
@@ -87,7 +88,7 @@ def test_lost_copies_of_optimizer_state_are_made_anew_behind_a_step(
 @pytest.mark.parametrize(
     ("stages", "flags"),
     [
-        pytest.param(4, "", marks=pytest.mark.matrix),
+        (4, ""),
         (2, "--use-distributed-optimizer --odyssey-policy reroute"),
     ],
 )

@@ -10,6 +10,8 @@ from odyssey_megatron.policy.profile import Profile
 from tests.e2e.jobs import assert_equal_runs
 from tests.plan.samples import layer, uniform_costs
 
+pytestmark = pytest.mark.matrix
+
 RANKS, STAGES = 6, 3
 """Two pipelines of three workers, of which the first has embedding and head, and the last is where routes turn."""
 
@@ -42,12 +44,9 @@ CASES = {
     "in-transfer": ("replan", "rank=0,step=2,at=forward;rank=3,step=2,at=transfer,generation=2", ""),
     "in-agree": ("reroute", "rank=3,step=2,at=backward;rank=0,step=2,at=agree,generation=2", TIED),
 }
-FEW = ("first-in-backward",)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=[] if one in FEW else pytest.mark.matrix) for one in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_job_whose_routes_turn(jobs, undisturbed, tmp_path, name, case):
     policy, inject, model = CASES[case]
     found = profile(tmp_path, tied=model == TIED)

@@ -31,6 +31,7 @@ def test_equal_to_one_process(server, tmp_path, messages, faults):
     assert len(run.recoveries) == FAULTS[faults].count("rank=")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("messages", ["tags", "pairs"])
 @pytest.mark.parametrize("victim", [0, 3, 6])
 def test_a_death_while_messages_are_timed(server, tmp_path, messages, victim):
@@ -45,6 +46,7 @@ def test_a_death_while_messages_are_timed(server, tmp_path, messages, victim):
     assert len(check(tmp_path).recoveries) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("messages", ["tags", "pairs"])
 @pytest.mark.parametrize("victim", range(4))
 def test_one_pipeline_goes_on_in_mid_step(server, tmp_path, messages, victim):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.launch.jobserver import CHECKOUT
 
 
@@ -22,6 +24,12 @@ def all_end(run: Callable[..., None], given: Sequence[tuple[Any, ...]]) -> bool:
     for one in ranks:
         one.join()
     return not any(one.exitcode for one in ranks)
+
+
+def asked(request: pytest.FixtureRequest, cases: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``cases`` whose tests, ``...[case]`` in the file of ``request``, are run in this session."""
+    names = [item.name for item in request.session.items if item.path == request.path]
+    return {case: cases[case] for case in cases if any(name.endswith(f"[{case}]") for name in names)}
 
 
 def printed(module: str, folder: Path, cases: Mapping[str, Any]) -> str:

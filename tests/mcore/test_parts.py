@@ -9,7 +9,7 @@ import pytest
 
 from odyssey_megatron.upstream import smaller
 from tests.mcore.conftest import MODEL
-from tests.mcore.forked import printed
+from tests.mcore.forked import asked, printed
 
 torch = pytest.importorskip("torch")
 
@@ -70,9 +70,9 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def passed(tmp_path_factory: Any) -> str:
+def passed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> str:
     """What ``tests/mcore/cell.py`` prints."""
-    return printed("tests.mcore.cell", tmp_path_factory.mktemp("cells"), CASES)
+    return printed("tests.mcore.cell", tmp_path_factory.mktemp("cells"), asked(request, CASES))
 
 
 GANGS = {"num_experts": 4, "expert_model_parallel_size": 2, "moe_router_enable_expert_bias": False}
@@ -161,6 +161,7 @@ def test_fewer_context_ranks_may_go_on_where_layers_are_kept_whole(megatron):
     assert smaller.kept_whole(config)[:2] == ("", "")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_several_ranks_are_one(passed, case):
     assert f"{case}: ok" in passed.splitlines()

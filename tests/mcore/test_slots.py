@@ -9,7 +9,7 @@ import pytest
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import smaller
-from tests.mcore.forked import printed
+from tests.mcore.forked import asked, printed
 
 torch = pytest.importorskip("torch")
 
@@ -39,11 +39,12 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def passed(tmp_path_factory: Any) -> str:
+def passed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> str:
     """What ``tests/mcore/gang.py`` prints."""
-    return printed("tests.mcore.gang", tmp_path_factory.mktemp("gangs"), CASES)
+    return printed("tests.mcore.gang", tmp_path_factory.mktemp("gangs"), asked(request, CASES))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_experts_that_ranks_do_not_divide(passed, case):
     assert f"{case}: ok" in passed.splitlines()

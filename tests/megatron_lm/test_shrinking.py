@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.e2e.jobs import cases_of
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines
 from tests.megatron_lm.test_experts import DEEPSEEK, GANGS, MIXTRAL
 
@@ -24,41 +25,39 @@ LOST = "rank=5,step=2,at=backward;rank=5,step=-1,at=groups,incarnation=1"
 """Rank 5 dies until it is not started any more, and rank 4 goes on without it."""
 THEN = "rank=6,step=50,at=backward"
 """By then rank 4 computes, beside ranks 6 and 7, which come back, and are filled by it."""
+IN_THE_OTHER = "rank=2,step=58,at=backward"
+"""The same with a gang of four, whose other ranks come back."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(WAYS[one], id=one, marks=() if one in ALWAYS else pytest.mark.matrix) for one in WAYS
-    ],
-)
-def flags(request):
-    return f"{STEPS} {request.param}"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(jobs, flags):
-    name = f"undisturbed-shrinking-{len(flags)}"
-    saved = jobs.folder / f"{name}-saved"
-    return jobs.odyssey(name, f"{flags} --save {saved}", ranks=8, stages=2), saved
-
-
-def test_a_cell_goes_on_with_half_of_its_ranks(jobs, flags, undisturbed, name):
-    saved = jobs.folder / f"{name}-saved"
-    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {saved}"
-    run = jobs.odyssey(name, ours, ranks=8, stages=2, inject=f"{LOST};{THEN}")
-    whole, theirs = undisturbed
+def goes_on(jobs, name, flags, *, then, left, alone, **how):
+    """Rank 5 is lost, and ``left`` go on without it; the others have failures ``then``, whose step ``left`` and others
+    who have no holder of their layers do ``alone``. All numbers and checkpoints are those of a job without failures.
+    """
+    folders = [jobs.folder / f"{name}-{one}" for one in ("whole", "ours")]
+    whole = jobs.odyssey(f"{name}-whole", f"{flags} --save {folders[0]}", **how)
+    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {folders[1]}"
+    run = jobs.odyssey(name, ours, inject=f"{LOST};{then}", **how)
     assert_same_lines(run, whole, rel=FLOAT64)
     (shrunk,) = run.named("cell_shrinks")
-    assert (shrunk["ranks"], shrunk["whole"]) == ([4], 2)
+    assert shrunk["ranks"] == left
+    assert len(left) < shrunk["whole"]
     begun = {event["generation"]: event for event in run.named("generation_started")}
-    assert begun[max(begun)]["members"] == [0, 1, 2, 3, 4, 6, 7]
-    alone = [e["step"] for e in begun.values() if e["members"] == [0, 1, 2, 3, 4]]
-    assert alone == [50], "it is the only one that has the second stage then"
+    at = int(then.partition("step=")[2].partition(",")[0])
+    assert [at] == [one["step"] for one in begun.values() if one["members"] == alone], (
+        "they have all layers then"
+    )
+    assert begun[max(begun)]["members"] == [rank for rank in range(8) if rank != 5]
+    for iteration in (30, 60, 90):
+        assert_equal_checkpoints(folders[1], folders[0], iteration)
+    return run
+
+
+@pytest.mark.parametrize("way", cases_of(WAYS, ALWAYS))
+def test_a_cell_goes_on_with_half_of_its_ranks(jobs, name, way):
+    flags, alone = f"{STEPS} {WAYS[way]}", [0, 1, 2, 3, 4]
+    run = goes_on(jobs, name, flags, then=THEN, left=[4], alone=alone, ranks=8, stages=2)
     ended = {event["rank"]: event["digest"] for event in run.named("weights")}
     assert ended[4].items() == (ended[6] | ended[7]).items(), "all parts, each to the last bit"
-    for iteration in (30, 60, 90):
-        assert_equal_checkpoints(saved, theirs, iteration)
 
 
 @pytest.mark.matrix
@@ -67,19 +66,10 @@ def test_three_ranks_of_a_gang_alone_save_and_fill_another(jobs, name, state):
     """Each has the experts of more than one of a whole gang's ranks, but one, which has those of fewer than one."""
     router = "--moe-router-dtype fp64 --moe-router-bias-update-rate 1e-3"
     flags = f"{STEPS} {DEEPSEEK} {router} {RECOMPUTED} --expert-model-parallel-size 4 --global-batch-size 16"
-    flags = f"{flags} {state}".strip()
-    folders = [jobs.folder / f"{name}-{one}" for one in ("whole", "ours")]
-    whole = jobs.odyssey(f"{name}-whole", f"{flags} --save {folders[0]}", ranks=8, stages=1)
-    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {folders[1]}"
-    run = jobs.odyssey(name, ours, ranks=8, stages=1, inject=f"{LOST};rank=2,step=58,at=backward")
-    assert_same_lines(run, whole, rel=FLOAT64)
-    (shrunk,) = run.named("cell_shrinks")
-    assert (shrunk["ranks"], shrunk["whole"]) == ([4, 5, 6], 4)
-    begun = {event["generation"]: event for event in run.named("generation_started")}
-    assert [58] == [one["step"] for one in begun.values() if one["members"] == [4, 5, 6]], "it has all then"
-    assert begun[max(begun)]["members"] == [0, 1, 2, 3, 4, 5, 6]
-    for iteration in (30, 60, 90):
-        assert_equal_checkpoints(folders[1], folders[0], iteration)
+    three = [4, 5, 6]
+    goes_on(
+        jobs, name, f"{flags} {state}".strip(), then=IN_THE_OTHER, left=three, alone=three, ranks=8, stages=1
+    )
 
 
 def test_plain_megatron_goes_on_with_what_a_smaller_cell_has_saved(jobs, name):

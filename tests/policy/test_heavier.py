@@ -41,6 +41,7 @@ def too_full(plan, costs, room_bytes):
     return [worker for worker, size in peaks.items() if size > room_bytes]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("times", [{"head": 1.0, "others": 1.3}, {"head": 5.0, "others": 1.0}])
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("dead", [None, 3])

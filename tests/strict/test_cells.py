@@ -78,6 +78,7 @@ def test_random_gangs(number):
     check(gangs(number), seed=number)
 
 
+@pytest.mark.matrix
 def test_gangs_go_on_with_a_step():
     """Where nothing of a backward was queued behind the failure, what they have done of it stays."""
     kill = Kill(rank=5, step=1, point="forward")
@@ -87,6 +88,7 @@ def test_gangs_go_on_with_a_step():
     assert "resume" in outcomes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "seed"), [("come back", 0), ("move", 0)])
 def test_plans_of_gangs_change_between_steps(kind, seed):
     ended = check(replace(changing(kind, 0), **EXPERT), seed)
@@ -102,7 +104,8 @@ def shrinking(shape, *kills, **others):
     return job(shape, BROKEN, *kills, **(of | others))
 
 
-@pytest.mark.parametrize("shape", [pytest.param(TENSOR, marks=pytest.mark.matrix), CONTEXT, EXPERT], ids=str)
+@pytest.mark.matrix
+@pytest.mark.parametrize("shape", [TENSOR, CONTEXT, EXPERT], ids=str)
 def test_what_is_left_of_a_cell_comes_back_smaller(shape):
     ended = check(shrinking(shape), seed=0)
     assert ended.entered[-1].shapes == ((1, 1),)
@@ -112,9 +115,8 @@ WHOLE = Kill(rank=4, step=4, point="backward", breaks=True)
 """Of worker 2 one is lost, too, and what is left of it completes worker 1."""
 
 
-@pytest.mark.parametrize(
-    "shape", [TENSOR, *(pytest.param(one, marks=pytest.mark.matrix) for one in (CONTEXT, EXPERT))], ids=str
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("shape", [TENSOR, CONTEXT, EXPERT], ids=str)
 def test_a_smaller_cell_becomes_whole_again(shape):
     """Its rank that trains leaves between two steps, and comes back beside the one that stood by."""
     ended = check(shrinking(shape, WHOLE, steps=12), seed=0)
@@ -139,9 +141,8 @@ def keeps_slices(worker, generation):
     )
 
 
-@pytest.mark.parametrize(
-    "shape", [TENSOR, *(pytest.param(one, marks=pytest.mark.matrix) for one in (CONTEXT, EXPERT))], ids=str
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("shape", [TENSOR, CONTEXT, EXPERT], ids=str)
 def test_a_smaller_cell_keeps_slices(shape):
     """What it keeps of each whole one's part comes from ranks of whole cells, and goes back to some."""
     ended = check(shrinking(shape, WHOLE, **KEPT_THRICE, steps=11), seed=0)

@@ -220,6 +220,7 @@ def test_what_hosts_agree_on_may_lie_on_a_device():
     assert found[0] == found[1] == [[3.0, 3.0], [3.0, 3.0], [6.0, 6.0]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("point", ["reduce", "agreement"])
 def test_what_has_been_summed_is_not_lost(point):
     """Who has summed all has his own gradients still, and goes on with them."""
@@ -306,6 +307,7 @@ def test_weights_arrive_beside_the_next_forward(monkeypatch):
     assert found == {(False, layer) for layer in range(LAYERS)} | {(True, 2), (True, 5)}, "the newest of each"
 
 
+@pytest.mark.matrix
 @DEVICES
 @pytest.mark.parametrize("rank", [0, 4])
 def test_killed_while_weights_arrive(rank, device):

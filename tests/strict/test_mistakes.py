@@ -194,6 +194,7 @@ def test_a_sum_in_place_is_seen(monkeypatch):
         [check(one, seed) for seed in range(8)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [1, 7, 12, 14])
 def test_an_abort_before_others_have_heard_is_seen(number, monkeypatch):
     """They would take for messages what it leaves. As it is, or if they are not waited for and the step is done again,

@@ -15,6 +15,7 @@ from tests.strict.checking import check  # noqa: E402
 from tests.strict.job import Kill  # noqa: E402
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "seed"), [*zip(KINDS, (0, 0, 0, 1), strict=True)])
 def test_a_plan_begins_between_two_steps(kind, seed):
     """In time, by these seeds."""
@@ -26,6 +27,7 @@ def test_a_plan_begins_between_two_steps(kind, seed):
         assert len(ended.entered[-1].members) == len(ended.case.ranks), "all are back"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_both_plans_have_use_for_is_not_connected_anew(kind):
     """Nobody in it has died. What is connected is what decisions and the doctor count."""
@@ -34,6 +36,7 @@ def test_what_both_plans_have_use_for_is_not_connected_anew(kind):
     assert all(connected == said for connected, said in told.values()), told
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "generation", "rank"), [("two speeds", 4, 2), ("come back", 4, 1)])
 def test_a_failure_as_a_plan_begins_falls_back_on_what_is_there(kind, generation, rank):
     """Some have taken communicators over, and others have not: all that were there are there for the recovery."""
@@ -44,6 +47,7 @@ def test_a_failure_as_a_plan_begins_falls_back_on_what_is_there(kind, generation
     assert connected == told
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "number", "copies"), [("come back", 4, 0), ("two speeds", 1, 0), ("move", 1, 2)]
 )

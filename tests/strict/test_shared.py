@@ -23,6 +23,7 @@ def test_random_jobs(number, copies):
     check(replace(case(number, copies=copies), share=True), number)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_changes_between_steps(kind):
     check(replace(changing(kind, 1), share=True), 1)

@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.jobs import ROUNDING, cases_of
-from tests.megatron_lm.jobs import (
-    FLOAT32,
-    FLOAT64,
-    MOCK,
-    assert_checkpoints_there_and_back,
-    assert_equal_checkpoints,
-    assert_same_lines,
-)
+from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_checkpoints_there_and_back, assert_same_lines
 from tests.megatron_lm.test_experts import DEEPSEEK, GANGS, MIXTRAL
-from tests.megatron_lm.test_shrinking import LOST, STEPS, THEN
+from tests.megatron_lm.test_shrinking import IN_THE_OTHER, STEPS, THEN, goes_on
 
 pytestmark = pytest.mark.timeout(500)
 WITHOUT = (
@@ -26,6 +19,8 @@ WITHOUT = (
 """Flags of the other tests' model that Transformer Engine makes unnecessary: these jobs have Megatron's defaults."""
 GROUPS = "--group-query-attention --num-query-groups"
 """Latent attention has none."""
+UNFUSED = "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion"
+"""What has no float64."""
 CELLS = "--tensor-model-parallel-size 2 --sequence-parallel"
 GROUPED = "--moe-grouped-gemm --moe-permute-fusion"
 KILL = "rank=0,step=1,at=backward;rank=3,step=3,at=reduce"
@@ -67,45 +62,21 @@ def test_killed(megatron_jobs, name, way):
 
 @pytest.mark.matrix
 def test_three_ranks_of_a_gang_go_on(megatron_jobs, name):
-    """Of four, with grouped experts; in float64 as if nothing had happened, checkpoints included."""
+    """Of four, with grouped experts."""
     flags = (
         f"{STEPS} {DEEPSEEK} {GROUPED} --expert-model-parallel-size 4 --global-batch-size 16 --moe-router-dtype fp64 "
-        "--moe-router-bias-update-rate 1e-3 --no-gradient-accumulation-fusion --no-rope-fusion --no-bias-swiglu-fusion"
+        f"--moe-router-bias-update-rate 1e-3 --no-rope-fusion {UNFUSED}"
     )
-    folders = [megatron_jobs.folder / f"{name}-{one}" for one in ("whole", "ours")]
     how: dict[str, Any] = {"ranks": 8, "stages": 1, "without": WITHOUT}
-    whole = megatron_jobs.odyssey(f"{name}-whole", f"{flags} --save {folders[0]}", **how)
-    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {folders[1]}"
-    inject = f"{LOST};rank=2,step=58,at=backward"
-    run = megatron_jobs.odyssey(name, ours, inject=inject, **how)
-    assert_same_lines(run, whole, rel=FLOAT64)
-    (shrunk,) = run.named("cell_shrinks")
-    assert (shrunk["ranks"], shrunk["whole"]) == ([4, 5, 6], 4)
-    begun = {event["generation"]: event for event in run.named("generation_started")}
-    assert [58] == [one["step"] for one in begun.values() if one["members"] == [4, 5, 6]], "it has all then"
-    for iteration in (30, 60, 90):
-        assert_equal_checkpoints(folders[1], folders[0], iteration)
+    goes_on(megatron_jobs, name, flags, then=IN_THE_OTHER, left=[4, 5, 6], alone=[4, 5, 6], **how)
 
 
 @pytest.mark.matrix
 def test_half_a_cell_with_latent_attention_goes_on(megatron_jobs, name):
     """All tensor-parallel ranks have its down-projections whole, and each counts them in norms."""
-    unfused = "--no-gradient-accumulation-fusion --no-bias-swiglu-fusion"
-    flags = f"{STEPS} {CELLS} {LATENT} --qk-layernorm {unfused}"
-    folders = [megatron_jobs.folder / f"{name}-{one}" for one in ("whole", "ours")]
+    flags = f"{STEPS} {CELLS} {LATENT} --qk-layernorm {UNFUSED}"
     how: dict[str, Any] = {"ranks": 8, "stages": 2, "without": f"{WITHOUT} {GROUPS}"}
-    whole = megatron_jobs.odyssey(f"{name}-whole", f"{flags} --save {folders[0]}", **how)
-    ours = f"{flags} --odyssey-respawn 1 --odyssey-policy reroute --save {folders[1]}"
-    run = megatron_jobs.odyssey(name, ours, inject=f"{LOST};{THEN}", **how)
-    assert_same_lines(run, whole, rel=FLOAT64)
-    (shrunk,) = run.named("cell_shrinks")
-    assert (shrunk["ranks"], shrunk["whole"]) == ([4], 2)
-    begun = {event["generation"]: event for event in run.named("generation_started")}
-    assert [50] == [one["step"] for one in begun.values() if one["members"] == [0, 1, 2, 3, 4]], (
-        "it has all then"
-    )
-    for iteration in (30, 60, 90):
-        assert_equal_checkpoints(folders[1], folders[0], iteration)
+    goes_on(megatron_jobs, name, flags, then=THEN, left=[4], alone=[0, 1, 2, 3, 4], **how)
 
 
 SAVED = {"whole": "", "slices": "--use-distributed-optimizer", "experts": f"{MIXTRAL} {GROUPED}"}

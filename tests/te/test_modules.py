@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import cases_of
 from tests.launch.jobserver import CHECKOUT
-from tests.mcore.forked import printed
+from tests.mcore.forked import asked, printed
 from tests.mcore.test_parts import CASES, EXPERTS, FOUR, WIDE
 
 GROUPED = EXPERTS | {"config.moe_grouped_gemm": True, "expert_model_parallel_size": 4}
@@ -38,15 +37,6 @@ OF_LATENT: dict[str, tuple[list[int], dict[str, Any]]] = {
 """Megatron's multi-latent attention asks for what only Transformer Engine's attention takes (``k_channels``)."""
 ALL = CASES | OF_GROUPS | OF_LATENT
 pytestmark = pytest.mark.timeout(300)
-ALWAYS = (
-    "biases",
-    "sequence parallel",
-    "16 bits",
-    "gangs",
-    "uneven gangs",
-    "grouped gangs",
-    "latent attention",
-)
 
 
 def test_what_gpus_run():
@@ -60,13 +50,11 @@ def test_what_gpus_run():
 
 @pytest.fixture(scope="module")
 def passed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> str:
-    """What ``tests/te/cell.py`` prints of the cases that are asked for."""
-    items = [item.name for item in request.session.items if item.path == request.path]
-    asked = {name for item in items for name in ALL if item.endswith(f"[{name}]")}
-    wanted = {name: case for name, case in ALL.items() if name in asked}
-    return printed("tests.te.cell", tmp_path_factory.mktemp("cells"), wanted)
+    """What ``tests/te/cell.py`` prints."""
+    return printed("tests.te.cell", tmp_path_factory.mktemp("cells"), asked(request, ALL))
 
 
-@pytest.mark.parametrize("case", cases_of(ALL, ALWAYS))
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ALL)
 def test_several_ranks_are_one(passed, case):
     assert f"{case}: ok" in passed.splitlines()
