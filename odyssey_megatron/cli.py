@@ -109,6 +109,12 @@ def _inject(argv: list[str]) -> int:
     return by_hand.main(argv)
 
 
+def _readmit(argv: list[str]) -> int:
+    from odyssey_megatron.launch import readmit
+
+    return readmit.main(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from odyssey_megatron.doctor import command
 
@@ -131,6 +137,10 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (_doctor, "looks for what would keep a job from running, or from surviving"),
     "patch": (_patch, "puts Odyssey's lines into a Megatron-LM checkout, or takes them out"),
     "inject": (_inject, "send a signal to a rank of a running job, or slow it down, to see it recover"),
+    "readmit": (
+        _readmit,
+        "a GPU works again: bring the rank that was given up on it back into its running job",
+    ),
     "plan": (_plan, "what would happen if some GPUs died: no GPU, torch or job needed"),
     "simulate": (_simulate, "plays a trace of failures under each policy and compares them"),
     "top": (_top, "what a job does: in this terminal, as a page, or as metrics for Prometheus"),

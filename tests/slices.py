@@ -23,7 +23,13 @@ DRAWS: tuple[tuple[str, ...], ...] = (
     (f"{E2E}megatron.py",),
     *2 * ((f"{E2E}apart.py", f"{E2E}corruption.py", f"{E2E}out_of_memory.py", f"{E2E}visits.py"),),
     *2 * ((f"{E2E}experts.py", f"{E2E}future.py", f"{E2E}tied.py"),),
-    (f"{E2E}shrinking.py", f"{E2E}drawn_shapes.py", f"{E2E}drawn_uneven.py", "tests/te/test_example.py"),
+    (
+        f"{E2E}shrinking.py",
+        f"{E2E}readmit.py",
+        f"{E2E}drawn_shapes.py",
+        f"{E2E}drawn_uneven.py",
+        "tests/te/test_example.py",
+    ),
     (
         f"{E2E}nodes.py",
         f"{E2E}gpu_script.py",

@@ -13,6 +13,7 @@ last ranks of the cell, which stand by.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -135,6 +136,10 @@ class Places:
         """Rank -> slot, without the ranks that are lost for good."""
         self._began_with = frozenset(slots)
         self._lost: list[int] = []
+        self.given_up: dict[int, int] = {}
+        """Slot whose GPU is taken for broken -> the rank that was lost there. By now another rank may be without a slot
+        in its stead: see :class:`Move`.
+        """
         self._smaller: dict[int, int] = {}
         """Worker -> its number of ranks, for those that go on as smaller cells."""
         self._aside: set[int] = set()
@@ -149,8 +154,27 @@ class Places:
 
     def lose(self, rank: int) -> None:
         """Note that the GPU of ``rank`` is lost for good, as far as this agent can tell."""
-        del self._slots[rank]
+        self.given_up[self._slots.pop(rank)] = rank
         self._lost.append(rank)
+
+    def readmit(self, slot: int, cell_size: int) -> tuple[int, int]:
+        """Give a slot that was given up, and whose GPU works again, to the cell that lacks the fewest ranks.
+
+        Returns:
+            The rank that is to start in ``slot``, and the number of ranks that its cell has gone on with so far; 0: it
+            stood by.
+        """
+        del self.given_up[slot]
+        lacks = Counter(one // cell_size for one in self._lost)
+        rank = min(self._lost, key=lambda one: (lacks[one // cell_size], one))
+        worker = rank // cell_size
+        before = self.size_left(worker, cell_size)
+        self._lost.remove(rank)
+        self._slots[rank] = slot
+        if self._has_all(worker, cell_size):
+            self._smaller.pop(worker, None)
+            self._aside.discard(worker)
+        return rank, before
 
     def broken(self, cell_size: int) -> list[int]:
         """Return the workers that have lost ranks."""

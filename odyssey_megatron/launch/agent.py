@@ -30,6 +30,7 @@ from odyssey_megatron.launch.hosting import Hosting
 from odyssey_megatron.launch.leases import HostOfJob, beats
 from odyssey_megatron.launch.planner import Planner
 from odyssey_megatron.launch.ranks import Fence, Ranks
+from odyssey_megatron.launch.requests import Requests
 from odyssey_megatron.launch.respawn import Respawn, first_incarnation, forget_smaller
 from odyssey_megatron.launch.signals import Received
 from odyssey_megatron.launch.verdict import JobVerdict, VerdictWatch
@@ -223,10 +224,18 @@ class OdysseyAgent(LocalElasticAgent):
         others = tuple(range(0 if launch.config.job_host else 1, nodes))
         who, hosts = f"the agent of node {node}", self._hosting is not None
         ask = Asking(launch.on_signal, journal, who=who, hosts=hosts, others=others, ends=lambda: host.ends)
+        requests = Requests(os.environ["ODYSSEY_JOB"], node)
+
+        def heed() -> None:
+            ask.heed(ranks, verdict, control)
+            requests.answer(ranks.readmit)
+
         try:
-            ranks.watch(verdict, lambda: ask.heed(ranks, verdict, control))
+            ranks.watch(verdict, heed)
         except ControlPlaneLost:
             verdict.lost()
+        finally:
+            requests.close()
         return self._conclude(verdict, ranks, control)
 
     def _renew(self, host: HostOfJob, control: Control, node: int, verdict: VerdictWatch) -> None:

@@ -107,6 +107,11 @@ class Lives:
         one = self._of(rank)
         one.again_s, one.short = [], 0
 
+    def readmit(self, rank: int, slot: int) -> None:
+        """Note that ``rank`` starts in ``slot``, whose GPU works again: nothing counts that was before."""
+        self.moves(rank)
+        self._wrong.discard(slot)
+
     def start(self, rank: int, now_s: float) -> tuple[int, int]:
         """Note that a process of ``rank`` begins; return its number, and how many of the starts were not anew."""
         one = self._of(rank)

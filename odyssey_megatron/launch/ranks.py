@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from odyssey_megatron.cluster.events import Ask, RankDied
-from odyssey_megatron.errors import EXIT_LEFT_OUT
+from odyssey_megatron.errors import EXIT_LEFT_OUT, ConfigError
 from odyssey_megatron.launch.awake import Awake
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.lifeline import exit_code
+from odyssey_megatron.launch.requests import Request
 from odyssey_megatron.launch.respawn import Respawn
 from odyssey_megatron.launch.signals import Received
 from odyssey_megatron.launch.verdict import VerdictWatch
 from odyssey_megatron.launch.working import Work
+from odyssey_megatron.metrics.journal import host_name
 from odyssey_megatron.metrics.outlet import say
 
 _KILLED_WITHIN_S = 5.0
@@ -187,6 +189,27 @@ class Ranks:
             self._guard_begun()
             self._fence_silent()
         self._poll.unregister(verdict.fd)
+
+    def readmit(self, wanted: Request) -> str:
+        """Start a rank again that was given up, since its GPU works again; return what to tell who has asked for it.
+
+        Raises:
+            ConfigError: That cannot be.
+        """
+        if self._respawn is None:
+            raise ConfigError(
+                "no rank of this node is started any more: the job was asked to end, or is only watched (--odyssey "
+                "observe)."
+            )
+        pids = {one.rank: one.handle.pid for one in self._living.values()}
+        lives = wanted.rank in pids
+        state = f"rank {wanted.rank} " + (f"is alive (pid {pids[wanted.rank]})" if lives else "has ended")
+        rank, slot, says = self._respawn.readmit(wanted.rank, wanted.gpu, state, time.monotonic())
+        self._start_due()
+        pids = {one.rank: one.handle.pid for one in self._living.values()}
+        # Without room for it on this node the log says so, and it is tried again.
+        how = f"starts (pid {pids[rank]})" if rank in pids else "is to start as soon as there is room for it"
+        return f"rank {rank} {how} on GPU {slot} of {host_name()}; its count of starts begins anew. {says}"
 
     def drain(self, limit_s: float) -> None:
         """Wait until all ranks have ended, a signal comes or ``limit_s`` is over."""

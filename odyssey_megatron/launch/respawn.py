@@ -3,8 +3,8 @@
 A rank that is killed before it has met any other, and before there is a plan, is not missed by the others, who still
 wait for all ranks. It is started anew in its own place, with or without ``--odyssey-respawn``.
 
-A rank that has used up its starts (``lives.py``) is lost for good, and so is its GPU as far as this agent can tell; see
-``places.py``.
+A rank that has used up its starts (``lives.py``) is given up, and so is its GPU as far as this agent can tell; see
+``places.py``. People who know that the GPU works again say so (``odyssey readmit``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.places import ComesBack, Move, Places, numbers
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import EXIT_FENCED
+from odyssey_megatron.errors import EXIT_FENCED, ConfigError
 from odyssey_megatron.launch import control as keys
 from odyssey_megatron.launch.control import Control
 from odyssey_megatron.launch.forking import forking
 from odyssey_megatron.launch.lives import ANEW, AT_MOST_S, Lives
+from odyssey_megatron.launch.readmitting import Readmitted, outlook, slot_of
 from odyssey_megatron.launch.zygote import Zygote
 from odyssey_megatron.metrics.journal import Journal, host_name
 from odyssey_megatron.metrics.outlet import say
@@ -66,7 +67,7 @@ class Respawn:
     ):
         """``context`` is torch elastic's, of the processes that were started first."""
         self._context, self._control, self._zygote, self._journal = context, control, zygote, journal
-        self._shrinks = config.shrink == "auto"
+        self._config, self._shrinks = config, config.shrink == "auto"
         self._lives = Lives(config.respawn, config.store_timeout_s, time.monotonic())
         self._places = Places({int(env["RANK"]): slot for slot, env in context.envs.items()})
         self._due: list[tuple[float, int]] = []
@@ -120,12 +121,53 @@ class Respawn:
             self._due.append((now_s + in_s, rank))
             return
         self._places.lose(rank)
+        self._journal.event("given_up", target=rank, slot=slot, host=host_name(), echo=True)
+        say(
+            f"[odyssey] rank {rank} is given up, with GPU {slot} of {host_name()} (--odyssey-respawn "
+            f"{self._config.respawn}). Once that GPU works again: odyssey readmit {self._config.run_dir} --rank {rank}"
+        )
         job = _job(self._control)
         if job is None:
             return
         self._complete(now_s, job.cell_size)
         for worker in self._places.broken(job.cell_size):
             self._shrink(now_s, job, worker)
+
+    def readmit(self, rank: int, gpu: int | None, state: str, now_s: float) -> Readmitted:
+        """Arrange for a start on a GPU that works again: of the rank that was given up there, or of another one that is
+        without a GPU by now.
+
+        Args:
+            rank, gpu, state: As in :func:`slot_of`.
+
+        Raises:
+            ConfigError: ``rank`` was not given up, or the job starts no ranks again.
+        """
+        if not self._config.respawn:
+            raise ConfigError(
+                f"{state}. No rank of this job is started again, as it was started without --odyssey-respawn: start "
+                "the next one with it."
+            )
+        if waits_s := [at_s - now_s for at_s, one in self._due if one == rank]:
+            state = f"rank {rank} is started again by itself, in {max(*waits_s, 0.0):.1f} s"
+        slot, job = slot_of(rank, gpu, self._places.given_up, state), _job(self._control)
+        if job is None:
+            raise ConfigError("the job has not begun. Try again once it trains.")
+        starts, before = self._places.readmit(slot, job.cell_size)
+        worker = starts // job.cell_size
+        self._lives.readmit(starts, slot)
+        self._due.append((now_s, starts))
+        self._journal.event("readmitted", target=starts, slot=slot, host=host_name(), echo=True)
+        self._complete(now_s, job.cell_size)
+        now = self._places.size_left(worker, job.cell_size)
+        if now < job.cell_size:
+            self._shrink(now_s, job, worker)
+            now = self._places.size_left(worker, job.cell_size)
+        elif before:
+            self._control.put(keys.places_key(worker), "0")
+        lacks = job.cell_size - len(self._places.living(worker, job.cell_size))
+        cell = numbers(worker, job.cell_size)
+        return Readmitted(starts, slot, outlook(starts, cell, before=before, now=now, lacks=lacks))
 
     def _has_next(self, rank: int) -> bool:
         """Whether another agent has started a process of ``rank``: this agent stood still meanwhile, and is to end."""

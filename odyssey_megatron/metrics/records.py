@@ -51,6 +51,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
     ),
     "generation_agreed": ("agreed_s",),
     "rank_joined": ("target",),
+    "given_up": ("target", "slot", "host"),
+    "readmitted": ("target", "slot", "host"),
     "place_taken": ("target", "spare"),
     "cell_shrinks": ("ranks", "whole"),
     "offer_failed": ("why",),
@@ -104,6 +106,8 @@ them has died of (``cell``: another rank of its cell has).
   the number of ranks of a whole worker. ``shapes``: [worker, number of ranks] for smaller ones;
   below schema version 3 [worker, places of a whole cell that each of its ranks fills].
 - ``generation_agreed``: ``agreed_s`` by the clock of the job's host; see ``generation_started``.
+- ``given_up``: rank ``target`` has died too often in ``slot``, the number of its GPU on the node, which is taken
+  for broken. ``readmitted``: that GPU works again, and ``target``, which may be another rank, starts there.
 - ``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``.
 - ``slowness``: something makes steps longer, or no longer does. ``slow_ranks``: those of a slow worker; its
   ``speed`` is 1 if it is healthy.
@@ -174,6 +178,7 @@ class JournalLine(_Line, total=False):
     nodes: Any
     target: _Id
     spare: _Id
+    slot: _Id
     pid: _Id
     dead: tuple[_Id, ...]
     code: Any

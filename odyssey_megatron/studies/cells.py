@@ -77,21 +77,13 @@ class _Node(Places):
     """The places of a node, on which GPUs are repaired, too."""
 
     def change(self, died: Collection[int], back: Collection[int], sizes: Sequence[int]) -> None:
-        """Note that GPUs have died and come back, and all that follows.
-
-        A repaired GPU is given to the cell that lacks the fewest, as in ``cluster.places.completed``.
-        """
+        """Note that GPUs have died and come back, and all that follows."""
         for slot in died:
             if (rank := self.rank_in(slot)) is not None:
                 self.lose(rank)
         self.settle(sizes)
         for slot in back:
-            lacks = Counter(rank // sizes[0] for rank in self._lost)
-            rank = min(self._lost, key=lambda one: (lacks[one // sizes[0]], one))
-            self._lost.remove(rank)
-            self._slots[rank] = slot
-            if lacks[rank // sizes[0]] == 1:
-                self._smaller.pop(rank // sizes[0], None)
+            self.readmit(slot, sizes[0])
             self.settle(sizes)
 
 
