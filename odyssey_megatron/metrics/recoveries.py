@@ -109,7 +109,10 @@ def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
     """Return one row for each generation after the first that a failure began."""
     # Collected once, as a long job has a million steps.
     told = {name: named(events, name) for name in _TOLD}
-    decided = {event["generation"]: event for event in told["decision"] if not event.get("planned")}
+    taken = (
+        event for event in told["decision"] if not event.get("planned") and event.get("why") != "observed"
+    )
+    decided = {event["generation"]: event for event in taken}
     recovered, redone = (_by_generation(told[name]) for name in ("recovered", "redone"))
     generations = sorted(set(decided) | set(recovered))
     began = (*told["decision"], *told["generation_started"])
