@@ -7,7 +7,7 @@ at the moment of its line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from odyssey_megatron.metrics.timeline import JournalEvent, known
@@ -25,7 +25,8 @@ class RecoveryRecord:
     plan_hash: str
     outcome: str
     """What became of the interrupted step: ``resume``, ``redo`` or ``finish``; or ``superseded``: the next
-    failure came before this recovery was complete.
+    failure came before this recovery was complete; or ``unfinished``: so far, or until the job ended, nobody has gone
+    on.
     """
     failed_wall_s: float
     """The time when the fault was injected, otherwise when it was detected; by the first agent's clock."""
@@ -130,6 +131,8 @@ def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
             redone.get(generation, []),
             waiting_since,
         )
+        if generation == generations[-1] and generation not in recovered:
+            row = replace(row, outcome="unfinished")
         superseded = row.stall_s is None
         waiting_since = (waiting_since or row.failed_wall_s) if superseded else None
         rows.append(row)
