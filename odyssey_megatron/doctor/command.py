@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{len(removed)} removed" + "".join(f"\n  {path}" for path in removed))
         return 0
     job = _after("--job", rest)
-    checkout = Path(rest.pop(0)) if rest and not rest[0].startswith("-") else None
+    checkout = Path(rest.pop(0)) if rest and not rest[0].startswith("-") else _checkout_among(rest)
     if job is not None:
         return _judge(job, checkout, rest, as_json="--json" in argv)
     found = diagnose(checkout, Job(config=config_from_argv(rest), flags=tuple(rest)), _host(checkout))
@@ -66,8 +66,17 @@ def main(argv: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
+def _checkout_among(flags: Sequence[str]) -> Path | None:
+    """Return the Megatron-LM checkout that stands behind ``flags`` or between them, if one does."""
+    return next((Path(one) for one in flags if Path(one, "megatron", "core").is_dir()), None)
+
+
 def _after(flag: str, rest: list[str]) -> str | None:
-    """Take ``flag`` and its value out of ``rest``, and return the value."""
+    """Take ``flag`` and its value out of ``rest``, and return the value. ``FLAG=VALUE`` is one word."""
+    for at, (name, equals, value) in enumerate(one.partition("=") for one in rest):
+        if name == flag and equals:
+            del rest[at]
+            return value
     if flag not in rest:
         return None
     at = rest.index(flag)

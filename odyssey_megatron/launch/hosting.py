@@ -112,7 +112,8 @@ class Hosting:
             say(f"[odyssey] {of_rank.why}")
             return control.put(keys.VERDICT, to_json(of_rank))
         check_many(len(of_rank), nodes)
-        journal.event("job_started", world_size=len(of_rank), nodes=nodes, echo=True)
+        only = {"observes": True} if self._config.mode == "observe" else {}
+        journal.event("job_started", world_size=len(of_rank), nodes=nodes, **only, echo=True)
         self._onlookers.start()
         Coordinator(
             control=control,

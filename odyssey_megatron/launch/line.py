@@ -7,7 +7,10 @@ import functools
 import os
 import re
 import secrets
+import shutil
+import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from odyssey_megatron.config import OdysseyConfig, add_arguments
@@ -93,6 +96,27 @@ def _redirects(text: str) -> str:
     return text
 
 
+def _signals(text: str) -> str:
+    """Check ``text``: names of signals, with commas between."""
+    for name in text.split(","):
+        if name not in signal.Signals.__members__:
+            raise argparse.ArgumentTypeError(f"names as in SIGTERM,SIGUSR1 are expected, found {name!r}")
+    return text
+
+
+def _event_log_handler(text: str) -> str:
+    """Check ``text``: where torch writes down what its agent does."""
+    from torch.distributed.elastic.events import get_logging_handler
+
+    try:
+        get_logging_handler(text)
+    except KeyError:
+        raise argparse.ArgumentTypeError(
+            f"a handler that torch knows, as null or console, is expected, found {text!r}"
+        ) from None
+    return text
+
+
 _TYPES: dict[str, Callable[[str], Any]] = {
     "nproc_per_node": _per_node,
     "node_rank": Between(0, _NODES.high - 1, whole=True),
@@ -102,8 +126,56 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "shutdown_timeout": Between(0, 1_000_000, whole=True),
     "redirects": _redirects,
     "tee": _redirects,
+    "signals_to_handle": _signals,
+    "event_log_handler": _event_log_handler,
 }
 """Checks for arguments that torchrun would not check itself, or would refuse with a traceback."""
+
+
+def check_script(args: Any) -> None:
+    """Raise ConfigError if what the ranks are to run cannot be started in processes of their own."""
+    script = args.training_script
+    if args.run_path:
+        raise ConfigError(
+            "--run-path runs the script within the launcher's own interpreter, and each rank has to be a process that "
+            "can be lost alone. Leave it out."
+        )
+    if args.no_python and not shutil.which(script):
+        raise ConfigError(
+            f"--no-python {script}: there is no such program that may be executed. Make it executable (chmod +x), or "
+            "leave out --no-python for a script of Python's."
+        )
+    if not (args.module or args.no_python or Path(script).is_file()):
+        raise ConfigError(f"{script}: there is no such script. Name one, or a module with -m.")
+
+
+def for_torch(args: Any) -> tuple[Any, Any, list[str]]:
+    """Return torchrun's settings for its agent, the command of a rank, and its arguments.
+
+    Raises ConfigError for what torch would refuse with a traceback.
+    """
+    import torch
+    from torch.distributed.elastic.rendezvous import registry
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import config_from_args
+
+    if args.rdzv_backend not in registry.handler_registry._registry:
+        names = sorted(registry.handler_registry._registry)
+        known = ", ".join(
+            name for name in names if not name.startswith("odyssey")
+        )  # ours are chosen for the user
+        raise ConfigError(f"--rdzv-backend {args.rdzv_backend} is unknown; torch knows {known}.")
+    if args.numa_binding and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--numa-binding {args.numa_binding} binds ranks to the cores beside their GPUs, and torch sees no GPU "
+            "here. Leave it out."
+        )
+    try:
+        if args.rdzv_backend == "c10d":  # it would read the endpoint only later
+            parse_rendezvous_endpoint(args.rdzv_endpoint, _PORT)
+        return config_from_args(args)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"torchrun refuses its arguments: {error}") from error
 
 
 def number_of_nodes(args: Any) -> int:

@@ -60,8 +60,7 @@ def _run(argv: Sequence[str], joins: bool) -> int:
             "--preload forks the ranks from one process, and CUDA does not survive a fork. Leave it out, or "
             "train on the CPU with --odyssey-device cpu."
         )
-    if not (args.module or args.no_python or args.run_path or Path(args.training_script).is_file()):
-        raise ConfigError(f"{args.training_script}: there is no such script. Name one, or a module with -m.")
+    line.check_script(args)
     zygote = Zygote.start(modules) if modules else None  # while this process has a single thread
     try:
         run_folder.prepare(Path(config.run_dir))
@@ -75,7 +74,6 @@ def _launch(
     args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zygote | None, joins: bool
 ) -> int:
     with signals.heeded_behind():
-        from torch.distributed import run as torchrun
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.launcher import api
 
@@ -95,7 +93,8 @@ def _launch(
         args.rdzv_backend, args.rdzv_endpoint = admission.BACKEND, f"{meeting.host}:{meeting.port}"
         args.node_rank = 0  # the meeting knows it; torchrun would warn that it ignores it
     admission.bind_c10d(config.bind)
-    if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"}:
+    copies = args.duplicate_stdout_filters or args.duplicate_stderr_filters
+    if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"} and not copies:
         args.log_dir = os.devnull  # otherwise torch leaves an empty folder behind for each job
     args.signals_to_handle = signals.not_ignored(args.signals_to_handle)
     on_signal = os.environ["ODYSSEY_ON_SIGTERM"] = line.on_signal(config, nodes, args.training_script_args)
@@ -108,10 +107,11 @@ def _launch(
         zygote=zygote,
         joins=joins,
     )
+    settings, command, its_arguments = line.for_torch(args)
     original = api.LocalElasticAgent
     api.LocalElasticAgent = functools.partial(OdysseyAgent, launch=launch)  # type: ignore[misc, assignment]
     try:
-        torchrun.run(args)  # type: ignore[no-untyped-call]
+        api.elastic_launch(settings, command)(*its_arguments)
     except SystemExit as verdict:
         return int(verdict.code or 0)
     except SignalException as stopped:

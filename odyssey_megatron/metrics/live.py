@@ -72,6 +72,8 @@ class Live:
     """Time of the newest line of the journal."""
     verdict: str | None = None
     """How the job ended; None: it has not."""
+    observes: bool = False
+    """Whether Odyssey only looks on, so that no steps are in the journal."""
     steps: tuple[CommittedStep, ...] = ()
     """The newest steps."""
     committed: int = 0
@@ -105,7 +107,7 @@ class Live:
             return "ended"
         if self.standing.is_recovering:
             return "recovering"
-        return "trains" if self.committed else "starting"
+        return "observed" if self.observes else "trains" if self.committed else "starting"
 
 
 def live(name: str, events: Sequence[JournalEvent]) -> Live:
@@ -154,6 +156,7 @@ def live(name: str, events: Sequence[JournalEvent]) -> Live:
         started_s=min(known(event["at_s"] for event in started), default=None),
         heard_s=max(known(event["at_s"] for event in events), default=None),
         verdict=next((one["verdict"] for one in reversed(named(events, "job_finished"))), None),
+        observes=any(one.get("observes") for one in started),
         steps=steps[-_SHOWN_STEPS:],
         committed=len(steps),
         step_s=step_s,

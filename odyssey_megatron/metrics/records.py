@@ -33,7 +33,7 @@ network is slow, or the ranks that sum.
 
 EVENTS: dict[str, tuple[str, ...]] = {
     # -- agents and coordinator
-    "job_started": ("world_size", "nodes"),
+    "job_started": ("world_size", "nodes", "observes"),
     "rank_started": ("target", "pid", "host"),
     "failure_detected": ("dead", "code", "cause", "causes"),
     "decision": (
@@ -102,6 +102,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
 A field means the same in each event: ``dead`` is a list of ranks everywhere, and ``causes`` says what each of
 them has died of (``cell``: another rank of its cell has).
 
+- ``job_started``: one that ``observes`` (``--odyssey observe``) trains without noting its steps.
 - ``decision``: one that is ``planned`` is an offer, and counts once it was ``switched`` to. ``cell_size``:
   the number of ranks of a whole worker. ``shapes``: [worker, number of ranks] for smaller ones;
   below schema version 3 [worker, places of a whole cell that each of its ranks fills].
@@ -176,6 +177,7 @@ class JournalLine(_Line, total=False):
     job: str
     world_size: _Id
     nodes: Any
+    observes: bool
     target: _Id
     spare: _Id
     slot: _Id

@@ -7,7 +7,7 @@ at the moment of its line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from odyssey_megatron.metrics.timeline import JournalEvent, known
@@ -25,7 +25,8 @@ class RecoveryRecord:
     plan_hash: str
     outcome: str
     """What became of the interrupted step: ``resume``, ``redo`` or ``finish``; or ``superseded``: the next
-    failure came before this recovery was complete.
+    failure came before this recovery was complete; or ``unfinished``: so far, or until the job ended, nobody has gone
+    on.
     """
     failed_wall_s: float
     """The time when the fault was injected, otherwise when it was detected; by the first agent's clock."""
@@ -109,7 +110,10 @@ def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
     """Return one row for each generation after the first that a failure began."""
     # Collected once, as a long job has a million steps.
     told = {name: named(events, name) for name in _TOLD}
-    decided = {event["generation"]: event for event in told["decision"] if not event.get("planned")}
+    taken = (
+        event for event in told["decision"] if not event.get("planned") and event.get("why") != "observed"
+    )
+    decided = {event["generation"]: event for event in taken}
     recovered, redone = (_by_generation(told[name]) for name in ("recovered", "redone"))
     generations = sorted(set(decided) | set(recovered))
     began = (*told["decision"], *told["generation_started"])
@@ -127,6 +131,8 @@ def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
             redone.get(generation, []),
             waiting_since,
         )
+        if generation == generations[-1] and generation not in recovered:
+            row = replace(row, outcome="unfinished")
         superseded = row.stall_s is None
         waiting_since = (waiting_since or row.failed_wall_s) if superseded else None
         rows.append(row)

@@ -116,11 +116,18 @@ def read_run(run_dir: str | Path) -> Run:
         raise unreadable(folder, error) from error
     if not steps:
         raise ConfigError(
-            f"the journal in {folder} holds {len(events)} event(s) and no committed step: the job ended "
-            "before its first step, so there is nothing to report. Its output says why."
+            f"the journal in {folder} holds {len(events)} event(s) and no committed step: {_why_no_step(run.state)}"
             + "".join(f" {one}." for one in left_out[:1])
         )
     return run
+
+
+def _why_no_step(state: Live) -> str:
+    if state.observes:
+        return "with --odyssey observe steps are in the job's output alone. 'odyssey top' shows what was decided."
+    if state.is_over:
+        return "the job ended before its first step, so there is nothing to report. Its output says why."
+    return "the job has not come to its first step yet, or was killed before it; its output says which."
 
 
 def name_of(folder: Path) -> str:

@@ -49,9 +49,10 @@ def _head(state: Live, now_s: float) -> list[str]:
         else f" · last line {max(0.0, now_s - state.heard_s):.1f} s ago"
     )
     last = state.steps[-1] if state.steps else None
+    nothing = "its steps are in its output (--odyssey observe)" if state.observes else "no step yet"
     plan = state.decision.policy if state.decision else ""
     numbers = [
-        f"step {last.step:,} (iteration {last.step + 1:,})" if last else "no step yet",
+        f"step {last.step:,} (iteration {last.step + 1:,})" if last else nothing,
         f"loss {last.loss:.6g}" if last else "",
         f"step time {_s(state.step_s)} (ideal {_s(state.goodput.ideal_step_s)}, planned {_s(state.planned_step_s)})",
         f"{state.tokens_per_s:,.0f} tokens/s" if state.tokens_per_s else "",

@@ -345,6 +345,16 @@ def test_the_command(tree, capsys, monkeypatch):
     assert [row["name"] for row in printed["rows"] if row["state"] == "problem"] == ["--inprocess-restart"]
 
 
+def test_the_checkout_may_stand_behind_the_flags(tree, capsys, monkeypatch):
+    """As it does for whoever adds it to the line that has just been tried without."""
+    monkeypatch.setattr(command, "_host", lambda checkout: HOST)
+    outputs = []
+    for argv in ([str(tree), "--odyssey-device", "cpu"], ["--odyssey-device", "cpu", str(tree)]):
+        assert main(["doctor", "--json", *argv]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

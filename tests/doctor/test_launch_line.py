@@ -97,6 +97,15 @@ def test_a_script_that_trains_something_else_is_refused(tmp_path, capsys):
     assert told["pretrain_gpt.py"][1].endswith("starts with --odyssey as far as its flags say\n")
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_job_may_be_given_in_one_word(tmp_path, capsys, joined):
+    """Else the doctor would look at this machine instead, as if ``--job=FILE`` were a flag of the job's script."""
+    path = tmp_path / "train.sh"
+    path.write_text("torchrun pretrain_gpt.py --num-layers 4 --use-megatron-fsdp")
+    assert main(["doctor", *([f"--job={path}"] if joined else ["--job", str(path)]), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["starts"] is False
+
+
 def test_it_is_said_where_flags_may_be_that_nobody_has_read(tmp_path, capsys):
     path = tmp_path / "job.sh"
     path.write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron import cli
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.launch import line
 from tests.launch.jobserver import CHECKOUT, events
 
 
@@ -28,6 +31,76 @@ def test_flags(toy, arguments, message):
     assert message in job.log()
     assert "Traceback" not in job.log()
     assert len(job.log().strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc-per-node", "xpu"], "Xpu is not available"),
+        (["--rdzv-backend", "nope"], "--rdzv-backend nope is unknown; torch knows c10d,"),
+        (
+            ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:x"],
+            "endpoint 'localhost:x' must be an integer",
+        ),
+        (["--rdzv-conf", "broken"], "option 'broken' must have a value"),
+        (["--logs-specs", "nope"], "torchrun.logs_specs[nope]"),
+        (["--local-ranks-filter", "a"], "must be a comma-separated list of integers"),
+        (["--log-dir", "/proc/nowhere"], "/proc/nowhere"),
+        (["--numa-binding", "node"], "--numa-binding node binds ranks to the cores beside their GPUs"),
+        (["--signals-to-handle", "SIGTERM,NOPE"], "names as in SIGTERM,SIGUSR1 are expected, found 'NOPE'"),
+        (["--event-log-handler", "nope"], "as null or console, is expected, found 'nope'"),
+        (["--run-path"], "--run-path runs the script within the launcher's own interpreter"),
+        (["--no-python"], "there is no such program that may be executed"),
+    ],
+)
+def test_arguments_that_torchrun_would_refuse_with_a_traceback(
+    tmp_path, capsys, monkeypatch, arguments, message
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    script = tmp_path / "script.py"
+    script.touch(mode=0o644)
+
+    def read() -> None:
+        args = line.parse([*arguments, str(script)], "odyssey run")
+        line.check_script(args)
+        line.for_torch(args)
+
+    with pytest.raises((ConfigError, SystemExit)) as refused:
+        read()
+    if isinstance(refused.value, SystemExit):  # by the parser
+        assert refused.value.code == 2
+    assert message in f"{refused.value}{capsys.readouterr().err}"
+
+
+def test_what_torchrun_refuses_is_one_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.touch()
+    command = [sys.executable, "-m", "odyssey_megatron", "run", "--rdzv-conf", "broken", str(script)]
+    flags = ["--odyssey-device", "cpu", "--odyssey-run-dir", str(tmp_path / "run")]
+    run = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, cwd=CHECKOUT)
+    assert run.returncode == 2
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_copies_of_output_without_a_folder_for_them(tmp_path):
+    """torch would open them in /dev/null, which is no folder."""
+    script = tmp_path / "script.py"
+    script.touch()
+    command = [
+        sys.executable,
+        "-m",
+        "odyssey_megatron",
+        "run",
+        "--duplicate-stdout-filters",
+        "loss",
+        str(script),
+    ]
+    flags = ["--odyssey-device", "cpu", "--odyssey-run-dir", str(tmp_path / "run")]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    run = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, timeout=60, env=environ, cwd=CHECKOUT
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_preloading_for_cuda(capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from tests.launch.jobserver import pid_of, wait_for
+from tests.launch.jobserver import events, pid_of, wait_for
 from tests.megatron_lm.jobs import MOCK, assert_same_lines
 
 
@@ -22,6 +22,7 @@ def test_a_death_is_thought_through_and_ends_the_job(jobs, name):
     run = jobs.outcome(name, job)
     assert run.exit_code == 1, run.log[-3000:]
     assert run.killed == [1]
+    assert events(jobs.folder / name, "job_started")[0]["observes"]
     table = run.log.index("candidate")
     assert "reroute" in run.log[table:]
     assert "the loss of rank(s) [1] ends the job, since --odyssey observe only looks on" in run.log

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.recoveries import recoveries
 from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.metrics.timeline import last_job
 
 from .synthetic_run import FIRST, SECOND, STEP_S, SWITCH
 
@@ -40,6 +42,14 @@ def test_a_superseded_recovery_counts_into_the_stall_of_the_next(rows):
     before_s = 0.010 + 0.004 + 0.030
     assert rows[2].stall_s == pytest.approx(before_s + 0.020 + 0.004 + 0.090 + 0.007, abs=1e-6)
     assert rows[2].transfer_s == pytest.approx(0.040)
+
+
+def test_a_recovery_that_goes_on_is_not_superseded(runs):
+    """Nor is one that was going on when the job ended. Only a later failure supersedes it."""
+    events = last_job(list(read_journal(runs["shot_at"])))
+    decided = next(n for n, one in enumerate(events) if one["event"] == "decision" and one["generation"] == 2)
+    (row,) = recoveries(events[: decided + 1])
+    assert (row.generation, row.outcome, row.stall_s) == (2, "unfinished", None)
 
 
 def test_without_failures_there_are_none(runs):

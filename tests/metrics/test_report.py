@@ -120,6 +120,24 @@ def test_a_part_of_a_journal_does_not_say_that_nothing_failed(runs, tmp_path, ca
     assert "nothing failed" not in told.out
 
 
+@pytest.mark.parametrize(
+    ("observes", "ends", "why"),
+    [
+        (False, True, "the job ended before its first step, so there is nothing to report"),
+        (False, False, "the job has not come to its first step yet, or was killed before it"),
+        (True, True, "with --odyssey observe steps are in the job's output alone"),
+        (True, False, "with --odyssey observe steps are in the job's output alone"),
+    ],
+)
+def test_why_a_journal_has_no_step(tmp_path, capsys, observes, ends, why):
+    journal = Journal(tmp_path, source="agent0")
+    journal.event("job_started", world_size=2, nodes=1, **({"observes": True} if observes else {}))
+    if ends:
+        journal.event("job_finished", verdict="done", exit_code=0)
+    assert main([str(tmp_path)]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_bad_input_is_one_paragraph_and_exit_code_2(runs, tmp_path, capsys):
     Journal(tmp_path / "empty", source="agent0").event("job_started", world_size=2, nodes=[0, 0])
     for folder, reason in ((tmp_path / "none", "has no journal"), (tmp_path / "empty", "no committed step")):

@@ -15,6 +15,7 @@ import pytest
 
 from odyssey_megatron import cli
 from odyssey_megatron.metrics.follow import Follower
+from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.live import live
 from odyssey_megatron.watch.screen import frame
 
@@ -53,6 +54,21 @@ def test_the_map_fits_and_colours_take_no_room(state, width):
     assert [PLAIN.sub("", line).replace(" ", "") for line in coloured] == [
         line.replace(" ", "") for line in plain
     ]
+
+
+def test_a_job_that_is_only_observed_is_not_said_to_start_or_to_recover(tmp_path, capsys):
+    journal = Journal(tmp_path, source="agent0")
+    journal.event("job_started", world_size=2, nodes=1, observes=True)
+    journal.event("decision", generation=1, dead=[], why="start", policy="initial")
+    assert cli.main(["top", str(tmp_path), "--once"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "· observed ·" in first
+    assert second.startswith("its steps are in its output (--odyssey observe)")
+    journal.event("failure_detected", generation=1, dead=[1], code=[-9], cause="killed", causes=["killed"])
+    journal.event("decision", generation=2, dead=[1], why="observed", policy="reroute")
+    journal.event("job_finished", verdict="the loss of rank 1 ends the job", exit_code=1)
+    assert cli.main(["top", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stalls"] == []
 
 
 def test_as_json(runs, capsys):
