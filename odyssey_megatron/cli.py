@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from odyssey_megatron import __version__
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 from odyssey_megatron.inputs import printable
 
@@ -44,6 +45,9 @@ def _command(arguments: Sequence[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         print(_usage())
+        return 0
+    if name == "--version":
+        print(f"odyssey-megatron {__version__}")
         return 0
     if name not in _COMMANDS:
         print(f"odyssey: unknown command {name!r}.\n{_usage()}", file=sys.stderr)
@@ -150,4 +154,4 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 
 def _usage() -> str:
     lines = [f"  {name:<8} {text}" for name, (_, text) in _COMMANDS.items()]
-    return "\n".join(["usage: odyssey COMMAND ...", "", *lines, "", "odyssey COMMAND --help says more."])
+    return "\n".join(["usage: odyssey COMMAND ...", "", *lines, "", "odyssey COMMAND --help says more, and odyssey --version which one this is."])

@@ -80,6 +80,21 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. '{self.prog} --help' lists what there is.")
 
 
+def output_file(text: str) -> Path:
+    """Return the path of a file that is to be written, as an argument's ``type``: whether that can be is better said
+    before minutes of work than after. Raises argparse.ArgumentTypeError.
+    """
+    path = Path(text)
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror or error}") from None
+    return path
+
+
 MAX_FILE_BYTES = 64 * 2**20
 """The largest profile or trace that is read; those that runs write have some kilobytes."""
 

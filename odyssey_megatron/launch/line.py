@@ -159,13 +159,12 @@ def for_torch(args: Any) -> tuple[Any, Any, list[str]]:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
     from torch.distributed.run import config_from_args
 
-    if args.rdzv_backend not in registry.handler_registry._registry:
-        names = sorted(registry.handler_registry._registry)
-        known = ", ".join(
-            name for name in names if not name.startswith("odyssey")
-        )  # ours are chosen for the user
+    backends = registry.handler_registry._registry
+    if args.rdzv_backend not in backends:
+        # Ours are chosen for the user.
+        known = ", ".join(sorted(name for name in backends if not name.startswith("odyssey")))
         raise ConfigError(f"--rdzv-backend {args.rdzv_backend} is unknown; torch knows {known}.")
-    if args.numa_binding and not torch.cuda.is_available():
+    if getattr(args, "numa_binding", None) and not torch.cuda.is_available():
         raise ConfigError(
             f"--numa-binding {args.numa_binding} binds ranks to the cores beside their GPUs, and torch sees no GPU "
             "here. Leave it out."

@@ -93,7 +93,8 @@ def _launch(
         args.rdzv_backend, args.rdzv_endpoint = admission.BACKEND, f"{meeting.host}:{meeting.port}"
         args.node_rank = 0  # the meeting knows it; torchrun would warn that it ignores it
     admission.bind_c10d(config.bind)
-    copies = args.duplicate_stdout_filters or args.duplicate_stderr_filters
+    # Not all versions of torch have such arguments.
+    copies = any(getattr(args, f"duplicate_{one}_filters", None) for one in ("stdout", "stderr"))
     if not args.log_dir and {str(args.redirects), str(args.tee)} == {"0"} and not copies:
         args.log_dir = os.devnull  # otherwise torch leaves an empty folder behind for each job
     args.signals_to_handle = signals.not_ignored(args.signals_to_handle)

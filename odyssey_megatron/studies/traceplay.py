@@ -15,7 +15,7 @@ from importlib import import_module
 
 from odyssey_megatron.config import policies
 from odyssey_megatron.errors import ConfigError, PlanInfeasible
-from odyssey_megatron.inputs import WHOLE, Between, Parser, read_text
+from odyssey_megatron.inputs import WHOLE, Between, Parser, output_file, read_text
 from odyssey_megatron.policy.score import START_S
 from odyssey_megatron.studies.baselines import Bamboo, Restart, System, World
 from odyssey_megatron.studies.chameleon import Chameleon
@@ -90,7 +90,10 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         f"seconds; default: {START_S:g})",
     )
     parser.add_argument(
-        "--png", default="", help="write throughput over time of the first trace to this file"
+        "--png",
+        type=output_file,
+        metavar="FILE",
+        help="write throughput over time of the first trace to this file",
     )
     parser.add_argument("--json", action="store_true")
 

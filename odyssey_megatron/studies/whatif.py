@@ -18,7 +18,7 @@ from odyssey_megatron.cluster.state import ClusterState, apply
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import EXPECTED_S, policies
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, PlanInfeasible
-from odyssey_megatron.inputs import Between, Parser
+from odyssey_megatron.inputs import Between, Parser, output_file
 from odyssey_megatron.metrics.run import text_table
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.communicators import Communicators, Needs, communicators
@@ -152,7 +152,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=110,
         help="columns of the grids; 0 leaves them out",
     )
-    parser.add_argument("--html", default="", metavar="FILE", help="write all of it as a page, with pictures")
+    parser.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write all of it as a page, with pictures"
+    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -177,7 +179,7 @@ def main_plan(argv: Sequence[str]) -> int:
             ) from error
         if options.html:
             progress.say("the page")
-            _write(answer, Path(options.html))
+            _write(answer, options.html)
     sys.stdout.write(_as_json(answer) if options.json else _as_text(answer, options.width))
     return answer.exit_code
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import odyssey_megatron
 from odyssey_megatron import cli
 from odyssey_megatron.config import OdysseyConfig, flag_of
 from odyssey_megatron.launch import by_hand
@@ -89,6 +90,11 @@ def test_inject_says_what_it_cannot_do(tmp_path, capsys, flags, why):
     Journal(tmp_path / "run", source="agent0").event("rank_started", target=0, pid=1)
     assert cli.main(["inject", str(tmp_path / "run"), "--rank", "0", *flags]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_says_its_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"odyssey-megatron {odyssey_megatron.__version__}\n"
 
 
 @pytest.mark.parametrize("name", ["run", "join"])

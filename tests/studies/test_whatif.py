@@ -7,8 +7,10 @@ import pytest
 
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError
+from odyssey_megatron.inputs import output_file
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.studies import whatif
 from odyssey_megatron.studies.presets import MODELS
 from odyssey_megatron.studies.whatif import main_plan
 from tests.plan.samples import preset_profile
@@ -213,8 +215,21 @@ def test_the_page_has_everything(capsys, tmp_path):
     for found in ("Layout before", "Layout after", "What was weighed", "The next loss", "<picture>", "E 1–8"):
         assert found in text
     assert "://" not in text, "nothing is loaded from elsewhere"
-    with pytest.raises(ConfigError, match="cannot be written"):
-        main_plan([*flags.split()[:-1], str(tmp_path / "missing" / "plan.html")])
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
+    flags = ["--cluster", "1x8", "--model", "llama3-8b", "--html"]
+    kept = tmp_path / "kept.html"
+    kept.write_text("kept")
+    planned = []
+    monkeypatch.setattr(whatif, "answered", lambda *_: planned.append(1) or pytest.skip("planned"))
+    with pytest.raises(ConfigError, match="missing/plan.html cannot be written: No such file"):
+        main_plan([*flags, str(tmp_path / "missing" / "plan.html")])
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+        main_plan([*flags, str(tmp_path)])
+    assert output_file(str(kept)).read_text() == "kept"
+    assert not output_file(str(tmp_path / "new.html")).exists()
+    assert not planned
 
 
 def test_lost_layers_are_said(capsys, tmp_path):
