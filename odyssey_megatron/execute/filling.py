@@ -33,16 +33,16 @@ class Filling:
         live: Callable[[], None],
     ):
         self._assignment, self._model, self._groups, self._live = assignment, model, groups, live
-        model.expect(assignment.kept)
+        model.transfer.expect(assignment.kept)
         self._moving: Moving | None = Moving(
             assignment.plan.transfers,
             num_layers=assignment.layout.num_layers,
             cell=assignment.cell,
             world=groups.world,
             ways=channels.of_transfer,
-            tensors_to_send=model.tensors_to_send,
-            tensors_to_fill=model.tensors_to_fill,
-            filled=model.filled,
+            tensors_to_send=model.transfer.tensors_to_send,
+            tensors_to_fill=model.transfer.tensors_to_fill,
+            filled=model.transfer.filled,
             checkpoint=checkpoint,
         )
         self._spreading: Spreading | None = None
@@ -72,7 +72,7 @@ class Filling:
         began_s = time.monotonic()
         self._moving.finish()
         self._groups.entered.settle()
-        self._model.settled()
+        self._model.transfer.settled()
         self._moving = None
         self._live()
         return time.monotonic() - began_s
@@ -85,8 +85,8 @@ class Filling:
             cell=self._assignment.cell,
             world=self._groups.world,
             holders_of=lambda *block: self._groups.holders_of(self._assignment, *block),
-            weights_of=self._model.weights_of,
-            arrived=self._model.weights_arrived,
+            weights_of=self._model.transfer.weights_of,
+            arrived=self._model.transfer.weights_arrived,
         )
         return self._spreading
 

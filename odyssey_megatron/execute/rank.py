@@ -85,7 +85,7 @@ class RankRuntime:
         self.chronicle = Chronicle(
             journal, member, self._measured, on_commit=on_commit, trace_steps=config.trace_steps
         )
-        self._position = Position(first_step, model.num_totals + NUM_VOTES)
+        self._position = Position(first_step, model.end.num_totals + NUM_VOTES)
         self._at_hand = StepAtHand(model, self._device, keeps=config.resumes_steps)
         self._lookout = Lookout(member, fault_point, self._position, self.chronicle)
         self._groups = Regrouping(
@@ -188,7 +188,7 @@ class RankRuntime:
             self._groups.entered.drain()
             self._at_hand.take_stock(together=self._groups.entered.fell_together)
         self._groups.leave()
-        self._model.discard_incoming()
+        self._model.transfer.discard_incoming()
 
     def build_groups(self, generation: Generation) -> None:
         # Not verified again: the coordinator has done so, and on every rank it would add milliseconds to the
@@ -243,7 +243,7 @@ class RankRuntime:
         totals, scale_state = known.tensor_split([len(position.totals)])
         if position.joins:
             position.take_over(ahead, totals)
-            self._model.take_over(totals[:-NUM_VOTES], position.committed, scale_state)
+            self._model.end.take_over(totals[:-NUM_VOTES], position.committed, scale_state)
         elif position.done == ahead.done:
             return
         elif position.complete is CommonWork.STEP:
@@ -253,11 +253,11 @@ class RankRuntime:
 
     def transfer(self, generation: Generation, live: Callable[[], None]) -> None:
         assignment, model = self._assigned, self._model
-        model.take_cell(assignment.cell)
+        model.holdings.take_cell(assignment.cell)
         if assignment.is_first:
-            model.create_layers(assignment.held, assignment.kept)
+            model.holdings.create_layers(assignment.held, assignment.kept)
             for name in (WORLD,) if self._tagged else assignment.timed_pair:
-                self._measured.link = link_times(self._groups.entered[name], model.empty_message())
+                self._measured.link = link_times(self._groups.entered[name], model.compute.empty_message())
         # A rank that joins, and finds no memory, fails as it did before it joined: the others need no other plan.
         with nullcontext() if assignment.is_fresh else self._asking_for_less():
             self._move_in(assignment, live)
@@ -303,7 +303,8 @@ class RankRuntime:
     def _interpreter(self, channels: Channels, weights: Weights) -> Interpreter:
         groups, cell, layout = self._groups, self._assigned.cell, self._assigned.layout
         return Interpreter(
-            self._model,
+            self._model.compute,
+            self._model.sums,
             channels,
             holder_groups(groups.find, self._assigned.cells, layout.blocks()),
             weights=weights,
@@ -356,11 +357,11 @@ class RankRuntime:
             step,
             trace,
             time.monotonic() - began_s,
-            lambda: {layer: self._model.moved_bytes(layer) for layer in layout.kept_by(worker)},
+            lambda: {layer: self._model.holdings.moved_bytes(layer) for layer in layout.kept_by(worker)},
             is_whole=self._model.microbatches_of(step) == layout.num_microbatches,
         )
         if trace.measured:
-            self._model.timed(trace.compute_s)
+            self._model.end.timed(trace.compute_s)
         if self._groups.boundary or self._member.asked == Ask.LEAVE:
             self.settle()  # while all who send something are still there
         if self._member.asked == Ask.LEAVE:
@@ -368,10 +369,10 @@ class RankRuntime:
 
     def _agreed(self, progress: Progress) -> torch.Tensor:
         """Return the totals of all ranks, once all gradients of the step are reduced everywhere. 1-D, on the host."""
-        self.chronicle.samples(self.committed, self._model.samples_of_losses())
+        self.chronicle.samples(self.committed, self._model.end.samples_of_losses())
         self._fill()
         self._lookout.check("agreement")
-        own = self._model.local_totals()
+        own = self._model.end.local_totals()
         # The host waits for its device here, once a step: whoever enters the agreement has computed all of
         # the step.
         totals = self.ballot.cast(own, progress.missing(own.device))
@@ -411,7 +412,9 @@ class RankRuntime:
         if self._at_hand.progress is not None:
             self._at_hand.progress.agreed()
         self._position.applies = True
-        self._position.outcome = self._model.apply(totals[:-NUM_VOTES], lambda: lookout.fault("optimizer"))
+        self._position.outcome = self._model.end.apply(
+            totals[:-NUM_VOTES], lambda: lookout.fault("optimizer")
+        )
         self._position.applies = False
         self._position.commit(totals)
         self.chronicle.committed(step, self.outcome)
@@ -450,7 +453,7 @@ class RankRuntime:
         """Work for :meth:`together`: leave out workers whose bytes of a layer differ from those of most of
         its holders.
         """
-        self._leave_out(self._model.odd_holders(world, rank=self._cell.rank), self.committed - 1)
+        self._leave_out(self._model.holdings.odd_holders(world, rank=self._cell.rank), self.committed - 1)
 
     def _leave_out(self, wrong: Mapping[int, str], step: int) -> None:
         """Make the workers whose numbers are wrong leave, unless the job cannot do without them. Collective."""

@@ -56,7 +56,7 @@ class StepAtHand:
                 leftovers of an aborted message for data. If not, the step is done again.
         """
         if self.progress is not None:
-            self._model.undo(self.progress.take_stock())
+            self._model.compute.undo(self.progress.take_stock())
             self.progress.whole = self.progress.whole and together
 
     def go_on(
@@ -76,7 +76,7 @@ class StepAtHand:
             assignment.step(self._model.microbatches_of(step)),
             assignment.cell,
             self.progress or new_progress(assignment),
-            self._model,
+            self._model.compute,
             self._device,
             keep=self._keeps,
         )
@@ -160,7 +160,7 @@ class StepRunner:
             interpreter.channels,
             interpreter.holder_groups,
         )
-        self._measured.exchange(self._position.committed, neighbours, self._model.empty_message())
+        self._measured.exchange(self._position.committed, neighbours, self._model.compute.empty_message())
 
     def abandon(self) -> None:
         """Let go of messages and sums under way, as the generation has ended."""

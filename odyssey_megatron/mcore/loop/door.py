@@ -269,7 +269,7 @@ class Door:
             args, consumed=args.consumed_train_samples, first_step=args.iteration
         )
         origin = start.origin(schedule, optimizer.settings)
-        model.learning_rate = LearningRate(origin, **arguments.schedule_of(scheduler))
+        model.end.learning_rate = LearningRate(origin, **arguments.schedule_of(scheduler))
         work.runtime.begin_at(args.iteration)
         Steps(
             work=work,

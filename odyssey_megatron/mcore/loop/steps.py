@@ -157,7 +157,7 @@ class Steps:
             done, wanted, tables = source.evaluated // lanes, num_microbatches // lanes, []
             for first in range(0, wanted, most):
                 self.work.runtime.evaluate(done + first, min(most, wanted - first))
-                tables.append(self.work.model.local_losses())
+                tables.append(self.work.model.end.local_losses())
             table = torch.cat(tables)
             dist.all_reduce(table, group=world)
             return table
@@ -173,7 +173,7 @@ class Steps:
 
     def calc_params_l2_norm(self, original: Any, *given: Any, **named: Any) -> float:
         def work(world: Any) -> torch.Tensor:
-            total = self.work.model.squared_weights()
+            total = self.work.model.end.squared_weights()
             dist.all_reduce(total, group=world)
             return total
 
