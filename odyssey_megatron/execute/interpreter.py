@@ -192,7 +192,7 @@ class Interpreter:
         }
 
     def run(self, program: Sequence[Instr], trace: Trace, progress: Progress) -> None:
-        """Run everything before STEP, which spans all workers and is left to the caller (``execute/rank.py``).
+        """Run everything before STEP, which spans all workers and is left to the caller (``execute/training.py``).
 
         ``progress`` says what has been done of the step before, and is updated with what this does.
         """

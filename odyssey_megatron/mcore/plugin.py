@@ -250,7 +250,7 @@ class Session:
         def check(recovery: recover.Recovery) -> None:
             every = job.check_weight_hash_across_dp_replicas_interval
             if every and rank.committed % every == 0:
-                recovery.together(rank.check_holders)
+                recovery.together(lambda world: rank.training.check_holders(world))
 
         end = self._ending_of(job, model.holdings, cell)
         try:

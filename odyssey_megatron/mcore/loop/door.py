@@ -270,7 +270,7 @@ class Door:
         )
         origin = start.origin(schedule, optimizer.settings)
         model.end.learning_rate = LearningRate(origin, **arguments.schedule_of(scheduler))
-        work.runtime.begin_at(args.iteration)
+        work.runtime.position.committed = args.iteration
         Steps(
             work=work,
             feed=self._feed,
