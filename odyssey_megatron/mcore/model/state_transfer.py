@@ -40,10 +40,10 @@ class StateTransfer:
         return self._weights_in(self._holdings.held[layer], part, spans)
 
     def _weights_in(self, held: HeldLayer, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
-        number = self._holdings.parts.number(part)
+        parts = self._holdings.parts
+        number = parts.number(part)
         found = {
-            one.text: one.of_part(one.parameter, number)
-            for one in ranges(held, self._holdings.cell.parts.each, spans, number)
+            one.text: one.of_part(one.parameter, number) for one in ranges(held, parts.each, spans, number)
         }
         # These buffers are not parameters, and no optimizer has them.
         return found | (experts.biases(held) if any(span[0] == 0 for span in spans) else {})
@@ -53,10 +53,11 @@ class StateTransfer:
         self._put_weights(self._holdings.held[layer], part, spans, weights)
 
     def _put_weights(self, held: HeldLayer, part: int, spans: Sequence[Span], weights: Tensors) -> None:
-        number = self._holdings.parts.number(part)
-        for one in (
-            () if self._holdings.parts.is_one else ranges(held, self._holdings.cell.parts.each, spans, number)
-        ):
+        parts = self._holdings.parts
+        if parts.is_one:  # these are the parameters themselves
+            return
+        number = parts.number(part)
+        for one in ranges(held, parts.each, spans, number):
             one.put(one.parameter, number, weights[one.text])
 
     def expect(self, kept: Mapping[int, tuple[Span, ...]]) -> None:
@@ -66,20 +67,21 @@ class StateTransfer:
         Until :meth:`settled`, what is held already stays as it is: microbatches may be in flight on it, and others may
         return to it.
         """
+        holdings, parts = self._holdings, self._holdings.parts
         for layer, spans in kept.items():
-            held = self._holdings.held.get(layer)
+            held = holdings.held.get(layer)
             having = held.states if held is not None else []
             if having and having[0].spans == spans:
                 continue
             is_new = held is None
             if held is None:
-                held = self._holdings.new_layer(layer)
-            made = self._holdings.optimizer_of(held, spans)
+                held = holdings.new_layer(layer)
+            made = holdings.optimizer_of(held, spans)
             lacking = [*spans]
             for one in having:
                 for span in (both for wanted in lacking for both in within(wanted, one.spans)):
-                    for part in self._holdings.parts:
-                        number = self._holdings.parts.number(part)
+                    for part in parts:
+                        number = parts.number(part)
                         made.put(number, span, one.numbers(number, span))
                 lacking = [*without(lacking, one.spans)]
             self._arriving.expect(held, made, lacking, is_new=is_new)
