@@ -20,6 +20,7 @@ class Filling:
     Args:
         checkpoint: Called between layers; raises Superseded when the generation has ended.
         live: Called when all state is here.
+        filled: Called behind it with the seconds that this rank has waited for it.
     """
 
     def __init__(
@@ -31,18 +32,20 @@ class Filling:
         *,
         checkpoint: Callable[[], None],
         live: Callable[[], None],
+        filled: Callable[[float], None],
     ):
-        self._assignment, self._model, self._groups, self._live = assignment, model, groups, live
-        model.expect(assignment.kept)
+        self._assignment, self._model, self._groups = assignment, model, groups
+        self._live, self._filled = live, filled
+        model.transfer.expect(assignment.kept)
         self._moving: Moving | None = Moving(
             assignment.plan.transfers,
             num_layers=assignment.layout.num_layers,
             cell=assignment.cell,
             world=groups.world,
             ways=channels.of_transfer,
-            tensors_to_send=model.tensors_to_send,
-            tensors_to_fill=model.tensors_to_fill,
-            filled=model.filled,
+            tensors_to_send=model.transfer.tensors_to_send,
+            tensors_to_fill=model.transfer.tensors_to_fill,
+            filled=model.transfer.filled,
             checkpoint=checkpoint,
         )
         self._spreading: Spreading | None = None
@@ -56,26 +59,24 @@ class Filling:
         arriving = self._moving.arriving if self._moving is not None else set()
         return self._assignment.generation.planned and arriving.isdisjoint(self._assignment.needed_at_once)
 
-    def finish(self) -> float | None:
-        """Wait until all state of the plan is here, and all weights.
+    def finish(self) -> None:
+        """Wait until all state of the plan is here, and all weights of the last step.
 
-        Called before anything that changes weights, or that needs weights which other ranks send.
-
-        Returns:
-            The seconds that this rank has waited for the state; None if it was here already.
+        Called before anything that changes weights, or that needs weights which other ranks send: what the
+        device is given from now on sees them.
         """
         # Spread weights come first, as layers that move may be newer than what was there to be spread.
         if self._spreading is not None:
             self._spreading.finish()
         if self._moving is None:
-            return None
+            return
         began_s = time.monotonic()
         self._moving.finish()
         self._groups.entered.settle()
-        self._model.settled()
+        self._model.transfer.settled()
         self._moving = None
         self._live()
-        return time.monotonic() - began_s
+        self._filled(time.monotonic() - began_s)
 
     def prepare_spreading(self) -> Spreading:
         """Prepare to spread the weights of layers whose optimizer state not all holders keep."""
@@ -85,8 +86,8 @@ class Filling:
             cell=self._assignment.cell,
             world=self._groups.world,
             holders_of=lambda *block: self._groups.holders_of(self._assignment, *block),
-            weights_of=self._model.weights_of,
-            arrived=self._model.weights_arrived,
+            weights_of=self._model.transfer.weights_of,
+            arrived=self._model.transfer.weights_arrived,
         )
         return self._spreading
 

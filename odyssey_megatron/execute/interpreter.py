@@ -15,8 +15,7 @@ from odyssey_megatron.errors import ScheduleInvalid, Superseded
 from odyssey_megatron.execute.channels import Channels, Pending
 from odyssey_megatron.execute.ledger import Ledger, Word, only_if
 from odyssey_megatron.execute.progress import Progress
-from odyssey_megatron.execute.reduction import Reduction, Summed
-from odyssey_megatron.execute.scatter import Slices
+from odyssey_megatron.execute.reduction import Reduction, Summands
 from odyssey_megatron.execute.timing import Trace
 from odyssey_megatron.plan.groups import Holders
 from odyssey_megatron.plan.resume import Visit
@@ -97,36 +96,30 @@ class Compute(Protocol):
         """Forget these forwards and all that was counted of them, as they are done anew, here or elsewhere."""
         ...
 
-    def gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        """Return the gradients of layers ``[first, last)`` of one block, 1-D each, to be summed over its holders.
-
-        ``part`` is one of the rank's ``Cell.held_shards``. The gradients are laid out as on the ranks of
-        whole cells. There they are given in place, and in a smaller cell as a copy.
-        """
+    def empty_message(self) -> torch.Tensor:
+        """Return an empty tensor for one activation or gradient to be received into."""
         ...
 
-    def expert_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        """Return one part of the gradients of experts that are spread over ranks.
 
-        Only the ranks that have the same experts sum them.
-        """
-        ...
-
-    def slices(self, first: int, last: int, part: int) -> Sequence[Slices]:
-        """Return which holder needs which slices of :meth:`gradients`; empty if each of them needs all sums."""
-        ...
-
-    def expert_slices(self, first: int, last: int, part: int) -> Sequence[Slices]:
-        """Return the same for :meth:`expert_gradients`."""
-        ...
+class Sums(Protocol):
+    """The gradients of the model that are summed over its holders."""
 
     @property
     def share(self) -> float:
         """The factor by which gradients are multiplied before they are summed; 1.0 leaves them as they are."""
         ...
 
-    def partial_gradients(self, first: int, last: int, part: int) -> Sequence[torch.Tensor]:
-        """Return views of those :meth:`gradients` of which each tensor-parallel rank has only a part of the sum."""
+    def summands(self, first: int, last: int, part: int, *, spread: bool) -> Summands:
+        """Return what this rank adds to the sums of layers ``[first, last)`` of one block.
+
+        The gradients are laid out as on the ranks of whole cells. There they are given in place, and in a
+        smaller cell as a copy.
+
+        Args:
+            part: One of the rank's ``Cell.held_shards``, or with ``spread`` one of its parts.
+            spread: The gradients of experts that are spread over ranks, which only the ranks with the same
+                experts sum, and not all others.
+        """
         ...
 
     def take_sums(self) -> None:
@@ -134,10 +127,6 @@ class Compute(Protocol):
 
         Called once more after a failure, when the copies hold the gradients of this worker alone again.
         """
-        ...
-
-    def empty_message(self) -> torch.Tensor:
-        """Return an empty tensor for one activation or gradient to be received into."""
         ...
 
 
@@ -154,7 +143,7 @@ class Weights(Protocol):
 
 
 class Interpreter:
-    """Runs programs over ``compute`` and ``channels``.
+    """Runs programs over ``compute``, ``sums`` and ``channels``.
 
     Nothing here waits for a device: ``ledger`` knows what the device has really done.
 
@@ -170,6 +159,7 @@ class Interpreter:
     def __init__(
         self,
         compute: Compute,
+        sums: Sums,
         channels: Channels,
         holder_groups: Callable[[int, int], Holders[dist.ProcessGroup | None]],
         *,
@@ -179,7 +169,8 @@ class Interpreter:
         checkpoint: Callable[[str, int], None],
         ledger: Ledger,
     ):
-        self._compute, self.channels, self.holder_groups = compute, channels, holder_groups
+        self._compute, self._sums = compute, sums
+        self.channels, self.holder_groups = channels, holder_groups
         self._num_layers, self._checkpoint, self._ledger = num_layers, checkpoint, ledger
         self._weights = weights
         self._reduction = Reduction(ledger, tensor_group)
@@ -201,7 +192,7 @@ class Interpreter:
         }
 
     def run(self, program: Sequence[Instr], trace: Trace, progress: Progress) -> None:
-        """Run everything before STEP, which spans all workers and is left to the caller (``execute/rank.py``).
+        """Run everything before STEP, which spans all workers and is left to the caller (``execute/training.py``).
 
         ``progress`` says what has been done of the step before, and is updated with what this does.
         """
@@ -212,7 +203,7 @@ class Interpreter:
         self.channels.wait_sent()
         for instr in self._reduction.finish(progress):
             trace.until_now(instr)
-        progress.hand_back(self._compute.take_sums)
+        progress.hand_back(self._sums.take_sums)
         # The program is through without a failure, so nobody needs the eager forwards.
         if progress.ahead:
             progress.ahead.clear()
@@ -344,22 +335,19 @@ class Interpreter:
         self._arriving[instr.op, instr.microbatch, instr.first] = pending
 
     def _reduce(self, instr: Instr) -> None:
-        first, last = instr.first, instr.last
-        holders = self.holder_groups(first, last)
-        of_parts = {part: self._compute.gradients(first, last, part) for part in holders.groups}
-        of_experts = {part: self._compute.expert_gradients(first, last, part) for part in holders.experts}
-        every = [one for kind in (of_parts, of_experts) for ones in kind.values() for one in ones]
-        self._progress.add_up(Op.REDUCE_GRAD, -1, first, every)
-        share = self._compute.share
-        for part, gradients in of_parts.items():
-            slices = self._compute.slices(first, last, part)
-            summed = Summed(gradients, holders.groups[part], slices, holders.ranks)
-            partial = self._compute.partial_gradients(first, last, part)
-            self._reduction.start(instr, summed, partial, share, self._progress)
-        for part, gradients in of_experts.items():
-            slices = self._compute.expert_slices(first, last, part)
-            summed = Summed(gradients, holders.experts[part], slices, holders.expert_ranks)
-            self._reduction.start(instr, summed, (), share, self._progress)
+        holders = self.holder_groups(instr.first, instr.last)
+        every = [
+            (self._sums.summands(instr.first, instr.last, part, spread=spread), group, ranks)
+            for groups, ranks, spread in (
+                (holders.groups, holders.ranks, False),
+                (holders.experts, holders.expert_ranks, True),
+            )
+            for part, group in groups.items()
+        ]
+        gradients = [one for own, *_ in every for one in own.gradients]
+        self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, gradients)
+        for own, group, ranks in every:
+            self._reduction.start(instr, own, group, ranks, self._sums.share, self._progress)
 
 
 def _is_last(instr: Instr) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from odyssey_megatron.execute.votes import Votes
 from odyssey_megatron.rebuild.agree import Standing
 
 
@@ -45,7 +46,12 @@ class Position:
         self.totals = torch.zeros(num_totals, dtype=torch.float64)
         """The totals of the last step that was agreed on; on the host, as the agreement is."""
         self.outcome: Any = None
-        """The outcome of the last committed step."""
+        """The outcome of the last committed step, as ``StepEnd.apply`` of the model returned it."""
+
+    @property
+    def votes(self) -> Votes:
+        """The votes of the last step that was agreed on."""
+        return Votes.of(self.totals)
 
     def standing(self) -> Standing:
         """Return what the other survivors must know of it."""

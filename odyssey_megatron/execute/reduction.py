@@ -40,17 +40,15 @@ class _Piece(NamedTuple):
     """Bytes of all that is kept for the sum."""
 
 
-class Summed(NamedTuple):
-    """Gradients that are to be summed."""
+class Summands(NamedTuple):
+    """What one rank adds to the sums of a block's gradients."""
 
-    buffers: Sequence[torch.Tensor]
-    """The gradients, 1-D."""
-    group: dist.ProcessGroup | None
-    """The group of their holders; None if there is only one."""
+    gradients: Sequence[torch.Tensor]
+    """1-D each."""
     slices: Sequence[Slices] = ()
-    """All of ``buffers`` once more as slices, where no holder needs all of the sums."""
-    ranks: Sequence[int] = (1,)
-    """For each holder, the number of its ranks in the group."""
+    """All of ``gradients`` once more as slices, where no holder needs all of the sums."""
+    partial: Sequence[torch.Tensor] = ()
+    """Views of those ``gradients`` of which each tensor-parallel rank has only a part of the sum."""
 
 
 class Reduction:
@@ -70,25 +68,26 @@ class Reduction:
     def start(
         self,
         instr: Instr,
-        gradients: Summed,
-        partial: Sequence[torch.Tensor],
+        own: Summands,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
         share: float,
         progress: Progress,
     ) -> None:
-        """Start to sum ``gradients``, multiplied by ``share``. Their views ``partial`` are summed in the cell
-        first.
+        """Start to sum ``own`` gradients, multiplied by ``share``. What is ``partial`` is summed in the cell first.
+
+        Args:
+            group: The group of their holders; None if there is only one.
+            ranks: For each holder, the number of its ranks in the group.
         """
-        group = gradients.group
-        in_cell = self._summed_in_cell(partial, share) if self._tensor_group is not None else []
+        in_cell = self._summed_in_cell(own.partial, share) if self._tensor_group is not None else []
         if group is None and share == 1.0 and not in_cell:
             return
-        known = [*zip(partial, in_cell, strict=False)]
-        if group is not None and any(each.views for each in gradients.slices):
-            self._scatter(
-                instr, GradientRows(gradients.slices, gradients.ranks, group), known, share, progress
-            )
+        known = [*zip(own.partial, in_cell, strict=False)]
+        if group is not None and any(each.views for each in own.slices):
+            self._scatter(instr, GradientRows(own.slices, ranks, group), known, share, progress)
             return
-        for piece in (piece for buffer in gradients.buffers for piece in torch.split(buffer, PIECE)):
+        for piece in (piece for buffer in own.gradients for piece in torch.split(buffer, PIECE)):
             self._make_room(piece.nbytes, progress)
             total = piece * share
             for view, values in known:

@@ -6,38 +6,51 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import PeerFailed
+from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.interpreter import FORWARD_ONLY, Interpreter
 from odyssey_megatron.execute.interrupted import Rest, go_on
+from odyssey_megatron.execute.lookout import Lookout
 from odyssey_megatron.execute.neighbours import Neighbours
 from odyssey_megatron.execute.parts import Model
 from odyssey_megatron.execute.position import Position
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.suspects import Exchange, renumbered
 from odyssey_megatron.execute.timing import Measurements, Trace
+from odyssey_megatron.execute.votes import NUM_VOTES
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.assignment import Assignment
 from odyssey_megatron.plan.schedule import Program
 
 
 class StepAtHand:
-    """What one rank has done of the step at hand, and what is left of it.
+    """What one rank has done of the step at hand, and what is left of it, until the step is committed (I5).
 
     Args:
         device: The device that the model is on.
         keeps: Whether what has been done of an interrupted step may stay.
     """
 
-    def __init__(self, model: Model, device: torch.device, *, keeps: bool):
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        position: Position,
+        chronicle: Chronicle,
+        lookout: Lookout,
+        *,
+        keeps: bool,
+    ):
         self._model, self._device, self._keeps = model, device, keeps
+        self._position, self._chronicle, self._lookout = position, chronicle, lookout
         self.progress: Progress | None = None
         """What has been done of the step; None if it has not begun, or must begin anew."""
         self._rest: Program | None = None
         """What is left to do of a step that goes on after a failure; None: all of it."""
 
-    def begin(self, assignment: Assignment, step: int) -> Progress:
-        """Begin ``step``, unless it is one that goes on; return its progress."""
+    def begin(self, assignment: Assignment) -> Progress:
+        """Begin the step, unless it is one that goes on; return its progress."""
         if self.progress is None:
-            self._model.begin_step(step)
+            self._model.begin_step(self._position.committed)
             self.progress = new_progress(assignment, keeps=self._keeps)
         return self.progress
 
@@ -56,27 +69,26 @@ class StepAtHand:
                 leftovers of an aborted message for data. If not, the step is done again.
         """
         if self.progress is not None:
-            self._model.undo(self.progress.take_stock())
+            self._model.compute.undo(self.progress.take_stock())
             self.progress.whole = self.progress.whole and together
 
     def go_on(
         self,
         assignment: Assignment,
-        step: int,
         world: dist.ProcessGroup,
         cell_group: dist.ProcessGroup | None,
     ) -> Rest:
-        """Decide in a new generation whether ``step`` goes on where it was interrupted or begins anew.
+        """Decide in a new generation whether the step goes on where it was interrupted or begins anew.
 
         See ``interrupted.go_on``.
         """
         rest = go_on(
             world,
             cell_group,
-            assignment.step(self._model.microbatches_of(step)),
+            assignment.step(self._model.microbatches_of(self._position.committed)),
             assignment.cell,
             self.progress or new_progress(assignment),
-            self._model,
+            self._model.compute,
             self._device,
             keep=self._keeps,
         )
@@ -84,6 +96,19 @@ class StepAtHand:
         if rest.program is None:
             self.progress = None
         return rest
+
+    def commit(self, totals: torch.Tensor) -> None:
+        """Apply the step. From here on nothing is sent or cut short: whoever has the totals finishes."""
+        step, position, lookout = self._position.committed, self._position, self._lookout
+        if self.progress is not None:
+            self.progress.agreed()
+        position.applies = True
+        position.outcome = self._model.end.apply(totals[:-NUM_VOTES], lambda: lookout.fault("optimizer"))
+        position.applies = False
+        position.commit(totals)
+        self._chronicle.committed(step, position.outcome)
+        self.forget()
+        lookout.fault("commit", step=step)
 
     def forget(self) -> None:
         """Forget the step: it is done, or has not begun."""
@@ -106,7 +131,7 @@ class StepRunner:
 
     def run(self, at_hand: StepAtHand, trace: Trace) -> None:
         """Run the program of the step, or what is left of it."""
-        progress, rest = at_hand.begin(self._assignment, self._position.committed), at_hand.take_rest()
+        progress, rest = at_hand.begin(self._assignment), at_hand.take_rest()
         if rest is None:
             self._interpreter.run(self._program_of_step(), trace, progress)
         else:
@@ -160,7 +185,7 @@ class StepRunner:
             interpreter.channels,
             interpreter.holder_groups,
         )
-        self._measured.exchange(self._position.committed, neighbours, self._model.empty_message())
+        self._measured.exchange(self._position.committed, neighbours, self._model.compute.empty_message())
 
     def abandon(self) -> None:
         """Let go of messages and sums under way, as the generation has ended."""

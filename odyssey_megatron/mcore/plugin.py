@@ -55,8 +55,10 @@ if TYPE_CHECKING:
     from odyssey_megatron.mcore.loop.balance import Balance
     from odyssey_megatron.mcore.loop.outcome import StepOutcome
     from odyssey_megatron.mcore.model.groups import OwnCell
+    from odyssey_megatron.mcore.model.holdings import Holdings
     from odyssey_megatron.mcore.model.layers import ModelSpec
-    from odyssey_megatron.mcore.model.model import ForwardStep, MegatronModel
+    from odyssey_megatron.mcore.model.model import MegatronModel
+    from odyssey_megatron.mcore.model.passes import ForwardStep
 
 
 _LAST_WORDS_S = 1.0
@@ -105,11 +107,11 @@ class TrainingJob:
     """Called after each committed step (counted from 0) on the lowest living rank, e.g. to print. If that rank dies
     soon after a step, the next one calls it for the same step once more.
     """
-    on_end: Callable[[MegatronModel], None] | None = None
-    """Called on all ranks with the final weights, e.g. to write them. It is part of the job: if a rank dies before all
-    ranks have finished it, the survivors move its layers and call it again. It must tolerate being interrupted at any
-    point. In it ``torch.distributed``'s default group consists of the living ranks, and the lowest of them is rank 0.
-    Everywhere else in training, operations on that group raise.
+    on_end: Callable[[Holdings], None] | None = None
+    """Called on all ranks with the final weights (``Holdings.weights``), e.g. to write them. It is part of the job: if
+    a rank dies before all ranks have finished it, the survivors move its layers and call it again. It must tolerate
+    being interrupted at any point. In it ``torch.distributed``'s default group consists of the living ranks, and the
+    lowest of them is rank 0. Everywhere else in training, operations on that group raise.
     """
 
 
@@ -207,8 +209,8 @@ class Session:
         """Run the body on rank 0 first, then on all others: for index files that Megatron's datasets cache."""
         return self.member.starting.rank_zero_first()
 
-    def train(self, job: TrainingJob) -> MegatronModel:
-        """Train to the last step, through failures, and return the model with the final weights.
+    def train(self, job: TrainingJob) -> Holdings:
+        """Train to the last step, through failures, and return what this rank holds, with the final weights.
 
         A rank that dies after that, but before its script has ended, is not replaced; the job's exit code is then 1.
         Whatever must be on disk when the job is over belongs in ``job.on_end``.
@@ -248,19 +250,19 @@ class Session:
         def check(recovery: recover.Recovery) -> None:
             every = job.check_weight_hash_across_dp_replicas_interval
             if every and rank.committed % every == 0:
-                recovery.together(rank.check_holders)
+                recovery.together(lambda world: rank.training.check_holders(world))
 
-        end = self._ending_of(job, model, cell)
+        end = self._ending_of(job, model.holdings, cell)
         try:
             recover.train(self.member, rank, train_steps=job.train_iters, after_step=check, at_end=end)
         except (JobStopped, Unsound):
             self.note_end(rank, model)
             raise
         self.note_end(rank, model)
-        return model
+        return model.holdings
 
     def _ending_of(
-        self, job: TrainingJob, model: MegatronModel, cell: OwnCell | None
+        self, job: TrainingJob, holdings: Holdings, cell: OwnCell | None
     ) -> Callable[[recover.Recovery], None]:
         """What calls ``job.on_end``, which alone reaches the other ranks by ``torch.distributed``'s default group."""
         device, nobody = self.config.device, world.Unreachable(self.rank, self.world_size)
@@ -271,7 +273,7 @@ class Session:
             assert job.on_end is not None
             everyone.follow(living)
             try:
-                job.on_end(model)
+                job.on_end(holdings)
             finally:
                 everyone.follow(nobody)
 
@@ -281,11 +283,11 @@ class Session:
         """Record the last step, the sizes of the state and the digests of the weights in the journal."""
         rank.chronicle.log_last_step()
         sizes: dict[str, Any] = {
-            "state_bytes": model.state_bytes(),
-            "optimizer_bytes": model.optimizer_bytes(),
-            "host_bytes": model.host_bytes(),
+            "state_bytes": model.holdings.state_bytes(),
+            "optimizer_bytes": model.holdings.optimizer_bytes(),
+            "host_bytes": model.holdings.host_bytes(),
         }
-        self._journal.event("weights", step=rank.committed, **sizes, digest=model.digests())
+        self._journal.event("weights", step=rank.committed, **sizes, digest=model.holdings.digests())
 
     def note_save(self, step: int, save_s: float) -> None:
         """Record in the journal that ``step`` waited ``save_s`` seconds for a checkpoint."""
@@ -340,11 +342,11 @@ class Session:
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,
-            cell=model.cell,
+            cell=model.holdings.cell,
             first_step=first_step,
         )
         if self.member.joins:
-            model.stand_in()
+            model.holdings.stand_in()
         if self.member.joins and joins:
             self.member.join()
         return rank

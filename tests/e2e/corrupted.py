@@ -30,13 +30,13 @@ def main() -> None:
 
     def build_broken(session: Session, *args: Any) -> Any:
         model = build(session, *args)
-        apply, odd_holders = model.apply, model.odd_holders
+        apply, odd_holders = model.end.apply, model.holdings.odd_holders
 
         def hit(*kinds: str) -> None:
             for rank, step, what in faults:
                 if (session.rank, model.microbatches.step) != (int(rank), int(step)) or what not in kinds:
                     continue
-                held = next(one for _, one in sorted(model._held.items()))
+                held = next(one for _, one in sorted(model.holdings.held.items()))
                 tensors = held.optimizer.state_tensors() if what == "state" else held.weights()
                 tensor, at = next(one for one in tensors.values() if one.dim()), 0
                 if what == "sent":  # by the owners of slices that this rank does not keep
@@ -54,7 +54,7 @@ def main() -> None:
             hit("sent")
             return odd_holders(*args, **kwargs)
 
-        model.apply, model.odd_holders = apply_wrongly, compare_others
+        model.end.apply, model.holdings.odd_holders = apply_wrongly, compare_others
         return model
 
     Session._model = build_broken  # type: ignore[method-assign]

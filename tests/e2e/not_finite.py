@@ -21,26 +21,26 @@ MICROBATCH = 3
 
 
 class Fault:
-    """NaN in a weight while the wrapped method of ``model`` runs, and in a gradient behind ``weight_grad``."""
+    """NaN in a weight while the wrapped method of ``model.compute`` runs, and in a gradient behind ``weight_grad``."""
 
     def __init__(self, model: Any, where: str, step: int, *, microbatch: int | None, once: bool):
         self._model, self._where, self._step, self._once = model, where, step, once
-        self._microbatch, self._original = microbatch, getattr(model, where)
-        setattr(model, where, self._run)
+        self._microbatch, self._original = microbatch, getattr(model.compute, where)
+        setattr(model.compute, where, self._run)
 
     def _run(self, microbatch: int, first: int, last: int, *args: Any, **kwargs: Any) -> Any:
         at = self._model.microbatches.step >= self._step and self._microbatch in (None, microbatch)
-        if not at or kwargs.get("ahead") or not self._model._training:
+        if not at or kwargs.get("ahead") or not self._model.compute._training:
             return self._original(microbatch, first, last, *args, **kwargs)
         if self._once:
             self._step = sys.maxsize
-        weight = next(one for one in self._model._held[last - 1].weights().values() if one.dim() > 1)
+        weight = next(one for one in self._model.holdings.held[last - 1].weights().values() if one.dim() > 1)
         number = weight.data.view(-1)[0].clone()
         weight.data.view(-1)[0] = float("nan")
         result = self._original(microbatch, first, last, *args, **kwargs)
         weight.data.view(-1)[0] = number
         if self._where == "weight_grad":
-            next(self._model._held[last - 1].parameters()).main_grad.view(-1)[0] = float("nan")
+            next(self._model.holdings.held[last - 1].parameters()).main_grad.view(-1)[0] = float("nan")
         return result
 
 

@@ -37,6 +37,7 @@ from odyssey_megatron.execute import timing
 from odyssey_megatron.execute.interpreter import Needs
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours
 from odyssey_megatron.execute.rank import RankRuntime
+from odyssey_megatron.execute.reduction import Summands
 from odyssey_megatron.launch.environment import journal_of
 from odyssey_megatron.launch.inject import Injector
 from odyssey_megatron.launch.member import Member
@@ -52,7 +53,7 @@ from tests.execute.held import Held, Outcome
 
 
 class Accelerator(Held):
-    """Implements ``execute.rank.Model``. A layer's state counts the steps that it was updated in."""
+    """Implements ``execute.parts.Model``. A layer's state counts the steps that it was updated in."""
 
     def __init__(
         self, emulation: Emulation, truth: Truth | None, rank: int, world_size: int, cell: Cell | None = None
@@ -219,12 +220,14 @@ class Accelerator(Held):
         if not self._fused:
             self._compute(("weight_grad_s",), first, last, None)
 
-    def gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
+    def summands(self, first: int, last: int, part: int, *, spread: bool) -> Summands:
         """One buffer with a place for each rank: after the sum it says when each holder had come."""
+        if spread:
+            return Summands(())
         arrived = torch.zeros(self._world_size, dtype=torch.float64)
         arrived[self._rank] = self._done_s
         self._sums.setdefault((first, last), {})[part] = arrived
-        return [arrived]
+        return Summands([arrived])
 
     def _wait_for_sums(self) -> None:
         """They ran beside, one after the other, each from when all holders had come."""

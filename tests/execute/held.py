@@ -48,6 +48,13 @@ class Held:
     share = 1.0
     loss_scale = NoLossScale()
 
+    @property
+    def holdings(self) -> Any:
+        """It is all parts of such a model itself; so for those that follow."""
+        return self
+
+    transfer = compute = sums = end = holdings
+
     def __init__(self) -> None:
         self.held: dict[int, State] = {}
         self._incoming: dict[int, State] = {}
@@ -117,18 +124,6 @@ class Held:
 
     def timed(self, took_s: object) -> None:
         """All microbatches are alike."""
-
-    def partial_gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
-        return []
-
-    def expert_gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
-        return []
-
-    def slices(self, first: int, last: int, part: int) -> list[Any]:
-        return []
-
-    def expert_slices(self, first: int, last: int, part: int) -> list[Any]:
-        return []
 
 
 def _named(state: State, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.interpreter import Needs
+from odyssey_megatron.execute.reduction import Summands
+from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.plan.groups import cell_group_name
 from odyssey_megatron.plan.layout import Layout
 from tests.execute.alone import (
@@ -249,11 +251,12 @@ class Stack(Held):
         if not any(one is not None for one in found):
             del self._flights[microbatch, begin]
 
-    def gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
-        return self._summed(first, last, f"w{part}")
+    def summands(self, first: int, last: int, part: int, *, spread: bool) -> Summands:
+        name = f"e{part}" if spread else f"w{part}"
+        return Summands(self._summed(first, last, name), self._slices(first, last, name))
 
-    def expert_gradients(self, first: int, last: int, part: int) -> list[torch.Tensor]:
-        return self._summed(first, last, f"e{part}")
+    def _slices(self, first: int, last: int, name: str) -> list[Slices]:
+        return []
 
     def _summed(self, first: int, last: int, name: str) -> list[torch.Tensor]:
         for (low, high, one), span in self._spans.items():

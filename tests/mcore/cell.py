@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.cells import Cells
+from odyssey_megatron.execute.reduction import Summands
 from odyssey_megatron.mcore.loop import checkpoint
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.shards import Saved
@@ -151,16 +152,13 @@ class Rank:
         model = self.model
         model.begin_step(step)
         for microbatch in (0, 1):
-            model.forward(microbatch, 0, LAYERS, None)
-            model.input_grad(microbatch, 0, LAYERS, None)
-            model.weight_grad(microbatch, 0, LAYERS)
-        sums, found = list[torch.Tensor](), self.buffers()
-        for shard in self.cell.held_shards:
-            shared = [
-                one
-                for block in self.layout.blocks()
-                for one in model.partial_gradients(block.first, block.last, shard)
-            ]
+            model.compute.forward(microbatch, 0, LAYERS, None)
+            model.compute.input_grad(microbatch, 0, LAYERS, None)
+            model.compute.weight_grad(microbatch, 0, LAYERS)
+        sums, dense = list[torch.Tensor](), self.summands(self.cell.held_shards, spread=False)
+        found = self.buffers(dense)
+        for summands in dense.values():
+            shared = [one for own in summands for one in own.partial]
             if not sums:
                 sums = [one.clone() for one in shared]
                 for one in sums if self.tensor_group is not None else ():
@@ -169,25 +167,32 @@ class Rank:
                 view.copy_(value)
         for one in found[self.cell.parts.held[0]][0] if self.cell.full_lanes > 1 else ():
             dist.all_reduce(one, group=self.lanes_group)
-        model.take_sums()
+        model.sums.take_sums()
         return {part: [*dense, *of_experts] for part, (dense, of_experts) in found.items()}
 
-    def buffers(self) -> dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Part -> the gradients of it, as a whole cell's rank has them, and those of experts."""
-        blocks, model, found = self.layout.blocks(), self.model, {}
-        dense = {
-            shard: [one for block in blocks for one in model.gradients(block.first, block.last, shard)]
-            for shard in self.cell.held_shards
+    def summands(self, parts: Iterable[int], *, spread: bool) -> dict[int, list[Summands]]:
+        """Part -> what is summed of it, block by block."""
+        blocks, sums = self.layout.blocks(), self.model.sums
+        return {
+            part: [sums.summands(block.first, block.last, part, spread=spread) for block in blocks]
+            for part in parts
         }
-        for part in self.cell.parts.held:
-            of_experts = [
-                one for block in blocks for one in model.expert_gradients(block.first, block.last, part)
-            ]
-            found[part] = dense[part % self.cell.full_tensor], of_experts
-        return found
+
+    def buffers(
+        self, dense: dict[int, list[Summands]]
+    ) -> dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Part -> the gradients of it, as a whole cell's rank has them, and those of experts; ``dense``: of shards."""
+        of_experts = self.summands(self.cell.parts.held, spread=True)
+        return {
+            part: (
+                [one for own in dense[part % self.cell.full_tensor] for one in own.gradients],
+                [one for own in of_experts[part] for one in own.gradients],
+            )
+            for part in self.cell.parts.held
+        }
 
     def totals(self) -> torch.Tensor:
-        totals = self.model.local_totals()
+        totals = self.model.end.local_totals()
         dist.all_reduce(totals, group=self.group)
         return totals
 
@@ -195,7 +200,10 @@ class Rank:
         """Part -> layer -> all of it."""
         return {
             part: {
-                layer: {name: one.clone() for name, one in self.model.tensors_to_send(layer, part).items()}
+                layer: {
+                    name: one.clone()
+                    for name, one in self.model.transfer.tensors_to_send(layer, part).items()
+                }
                 for layer in self.of_layers
             }
             for part in self.cell.parts.held
@@ -203,8 +211,8 @@ class Rank:
 
     def shards(self) -> dict[Any, Any]:
         """(key, where it lies) -> what a checkpoint says of it, and its numbers."""
-        (block,) = self.model.blocks
-        checkpoint.prepare(self.model, block)
+        (block,) = self.model.holdings.chunks
+        checkpoint.prepare(self.model.holdings, block)
         metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         state = block.model.module.sharded_state_dict(prefix="", metadata=metadata)
         view = checkpoint.OptimizerView(self.model, self.groups, Saved())
@@ -222,29 +230,29 @@ class Rank:
         }
 
     def squares(self) -> torch.Tensor:
-        total = self.model.squared_weights()
+        total = self.model.end.squared_weights()
         dist.all_reduce(total, group=self.group)
         return total
 
     def write(self) -> None:
         """Of a whole cell."""
-        self.model.create_layers(self.of_layers, dict.fromkeys(self.of_layers, (EVERYTHING,)))
+        self.model.holdings.create_layers(self.of_layers, dict.fromkeys(self.of_layers, (EVERYTHING,)))
         self.model.take_layout(self.layout, 0)
         self.gradients(0)
-        self.model.apply(self.totals(), lambda: None)
+        self.model.end.apply(self.totals(), lambda: None)
         before = self.state()
         gradients = self.gradients(1)
         self.slices_are_stepped_alike()
         gradients = {part: [one.clone() for one in own] for part, own in gradients.items()}
         made = {
             "totals": self.totals(),
-            "bytes": {layer: self.model.moved_bytes(layer) for layer in self.of_layers},
+            "bytes": {layer: self.model.holdings.moved_bytes(layer) for layer in self.of_layers},
         }
-        outcome = self.model.apply(made["totals"], lambda: None)
+        outcome = self.model.end.apply(made["totals"], lambda: None)
         after = self.state()
         made |= {"squares": self.squares(), "norm": outcome.grad_norm, "shards": self.shards()}
-        digests = self.model.digests().items()
-        for part, shard in zip(self.cell.parts.held, self.model.place.shards, strict=True):
+        digests = self.model.holdings.digests().items()
+        for part, shard in zip(self.cell.parts.held, self.model.holdings.place.shards, strict=True):
             of_part = {"before": before[part], "gradients": gradients[part], "after": after[part]}
             of_part["digests"] = {name: one for name, one in digests if name.split(".")[1] == shard}
             torch.save(made | of_part, self.folder / f"part{part}.pt")
@@ -265,17 +273,17 @@ class Rank:
             part: torch.load(self.folder / f"part{part}.pt", weights_only=True)
             for part in self.cell.parts.held
         }
-        model.stand_in()
-        model.expect(dict.fromkeys(self.of_layers, (EVERYTHING,)))
+        model.holdings.stand_in()
+        model.transfer.expect(dict.fromkeys(self.of_layers, (EVERYTHING,)))
         for part, one in made.items():
             for layer in self.of_layers:
-                room = model.tensors_to_fill(layer, part)
+                room = model.transfer.tensors_to_fill(layer, part)
                 assert [*room] == [*one["before"][layer]], "in the same order"
                 for name, tensor in one["before"][layer].items():
                     assert room[name].shape == tensor.shape, name
                     room[name].copy_(tensor)
-                model.filled(layer, part, EVERYTHING, room)
-        model.settled()
+                model.transfer.filled(layer, part, EVERYTHING, room)
+        model.transfer.settled()
         model.take_layout(self.layout, 0)
         self.same(self.state(), made, "before")
         gradients = self.gradients(1)
@@ -289,13 +297,13 @@ class Rank:
         assert not exact or torch.allclose(totals, theirs["totals"], rtol=ALMOST, atol=0.0), (totals, theirs)
         self.same_sums(made)
         self.slices_are_stepped_alike()
-        outcome = model.apply(theirs["totals"], lambda: None)
+        outcome = model.end.apply(theirs["totals"], lambda: None)
         assert outcome.grad_norm == theirs["norm"]
         self.same(self.state(), made, "after")
         assert torch.allclose(self.squares(), theirs["squares"], rtol=ALMOST, atol=0.0)
         for one in made.values():
-            assert one["digests"].items() <= model.digests().items()
-            assert one["bytes"] == {layer: model.moved_bytes(layer) for layer in self.of_layers}
+            assert one["digests"].items() <= model.holdings.digests().items()
+            assert one["bytes"] == {layer: model.holdings.moved_bytes(layer) for layer in self.of_layers}
         shards: dict[Any, Any] = {}
         for one in made.values():
             shards |= one["shards"]
@@ -312,15 +320,15 @@ class Rank:
     def slices_are_stepped_alike(self) -> None:
         """As the whole layer, with the gradients that there are: three of them together, and numbers of each part."""
         model = self.model
-        for layer in model.layers:
+        for layer in model.holdings.layers:
             weights = {name: one.clone() for name, one in layer.weights().items()}
             found = []
             for spans in ((EVERYTHING,), THIRDS):
-                one = model.optimizer_of(layer, spans)
+                one = model.holdings.optimizer_of(layer, spans)
                 for number, _ in enumerate(self.cell.parts.held):
                     for span in spans:
                         one.put(number, span, layer.optimizer.numbers(number, span))
-                model.learning_rate.set([one], 1, model.microbatches.batches, model.loss_scale)
+                model.end.learning_rate.set([one], 1, model.microbatches.batches, model.loss_scale)
                 one.apply(1.0)
                 after = [one.clone() for one in layer.weights().values()]
                 for number, _ in enumerate(self.cell.parts.held):
@@ -334,23 +342,25 @@ class Rank:
 
     def same_sums(self, made: dict[int, Any]) -> None:
         """The gradients are those of the whole cell, as if they had been summed with its."""
-        for part, (dense, of_experts) in self.buffers().items():
+        for part, (dense, of_experts) in self.buffers(
+            self.summands(self.cell.held_shards, spread=False)
+        ).items():
             for own, theirs in zip([*dense, *of_experts], made[part]["gradients"], strict=True):
                 own.copy_(theirs)
-        self.model.take_sums()
+        self.model.sums.take_sums()
 
     def weights_of_others(self, made: dict[int, Any]) -> None:
         """As a holder without optimizer state is sent them behind each step."""
         for part, one in made.items():
             for layer in self.of_layers:
                 for span in HALVES:
-                    weights = self.model.weights_of(layer, part, [span])
+                    weights = self.model.transfer.weights_of(layer, part, [span])
                     for name, tensor in weights.items():
                         tensor.copy_(numbers(one["before"][layer], name))
-                    self.model.weights_arrived(layer, part, [span], weights)
+                    self.model.transfer.weights_arrived(layer, part, [span], weights)
         for part, one in made.items():
             for layer in self.of_layers:
-                for name, tensor in self.model.weights_of(layer, part, [EVERYTHING]).items():
+                for name, tensor in self.model.transfer.weights_of(layer, part, [EVERYTHING]).items():
                     assert torch.equal(tensor, numbers(one["before"][layer], name))
 
     @staticmethod

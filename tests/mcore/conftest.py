@@ -105,7 +105,7 @@ def make_model(spec: Any, megatron: Any) -> Callable[..., Any]:
         else:
             layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
             layout = replace(layout, holders=((0,), (0,), (0, 1), (0, 1)))
-        made.create_layers(range(last + tied), dict.fromkeys(range(last + tied), (EVERYTHING,)))
+        made.holdings.create_layers(range(last + tied), dict.fromkeys(range(last + tied), (EVERYTHING,)))
         made.take_layout(layout, 0)
         made.begin_step(0)
         return made

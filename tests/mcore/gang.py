@@ -75,7 +75,7 @@ class Rank:
         self.layout = layout_from_routes(
             LAYERS, (pipeline_route((0,), (LAYERS,), tuple(range(MICROBATCHES // lanes))),)
         )
-        self.model.create_layers(range(LAYERS), dict.fromkeys(range(LAYERS), (EVERYTHING,)))
+        self.model.holdings.create_layers(range(LAYERS), dict.fromkeys(range(LAYERS), (EVERYTHING,)))
         self.model.take_layout(self.layout, 0)
 
     def _model(self, flags: dict[str, Any], full: int, changes: dict[str, Any]) -> MegatronModel:
@@ -110,7 +110,7 @@ class Rank:
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """By the name that each has where all experts are on one lane."""
-        for layer in self.model.layers:
+        for layer in self.model.holdings.layers:
             for name, one in layer.named_parameters():
                 if is_spread(one):
                     number, inner = in_whole(name, 1)
@@ -123,25 +123,26 @@ class Rank:
         model = self.model
         model.begin_step(0)
         for microbatch in range(MICROBATCHES // self.cell.lanes):
-            model.forward(microbatch, 0, LAYERS, None)
-            model.input_grad(microbatch, 0, LAYERS, None)
-            model.weight_grad(microbatch, 0, LAYERS)
-        for one in model.partial_gradients(0, LAYERS, self.cell.tensor_rank):
+            model.compute.forward(microbatch, 0, LAYERS, None)
+            model.compute.input_grad(microbatch, 0, LAYERS, None)
+            model.compute.weight_grad(microbatch, 0, LAYERS)
+        own = model.sums.summands(0, LAYERS, self.cell.tensor_rank, spread=False)
+        for one in own.partial:
             if self.cell.tensor > 1:
                 dist.all_reduce(one, group=self.groups.tp)
-        for one in model.gradients(0, LAYERS, self.cell.tensor_rank):
+        for one in own.gradients:
             dist.all_reduce(one, group=self.lanes_group)
         return {name: main_grad(one).clone() for name, one in self.parameters()}
 
     def totals(self) -> torch.Tensor:
-        totals = self.model.local_totals()
+        totals = self.model.end.local_totals()
         dist.all_reduce(totals, group=self.group)
         return totals
 
     def shards(self) -> dict[Any, Any]:
         """(key, where it lies) -> what a checkpoint says of it, and its numbers, of the model's."""
-        (block,) = self.model.blocks
-        checkpoint.prepare(self.model, block)
+        (block,) = self.model.holdings.chunks
+        checkpoint.prepare(self.model.holdings, block)
         found = {}
         for singly in (False, True):
             metadata = {"singleton_local_shards": singly, "chained_optim_avoid_prefix": True}

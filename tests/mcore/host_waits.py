@@ -115,7 +115,7 @@ def model_of(changes: dict[str, Any]) -> MegatronModel:
     layout = layout_from_routes(
         LAYERS, (pipeline_route((0,), (LAYERS,), tuple(range(MICROBATCHES))),), tied=tied
     )
-    model.create_layers(range(LAYERS + tied), dict.fromkeys(range(LAYERS + tied), (EVERYTHING,)))
+    model.holdings.create_layers(range(LAYERS + tied), dict.fromkeys(range(LAYERS + tied), (EVERYTHING,)))
     model.take_layout(layout, 0)
     if changes.get("packed"):
         model.microbatches.balance = Balance(MICROBATCHES, steps=9)
@@ -127,14 +127,14 @@ def waits(model: MegatronModel, device: Watched, step: int) -> tuple[list[str], 
     began = len(device.syncs)
     model.begin_step(step)
     for microbatch in range(MICROBATCHES):
-        model.forward(microbatch, 0, LAYERS, None)
-        model.input_grad(microbatch, 0, LAYERS, None)
-        model.weight_grad(microbatch, 0, LAYERS)
-    totals = model.local_totals()
+        model.compute.forward(microbatch, 0, LAYERS, None)
+        model.compute.input_grad(microbatch, 0, LAYERS, None)
+        model.compute.weight_grad(microbatch, 0, LAYERS)
+    totals = model.end.local_totals()
     before = device.syncs[began:]
     totals = totals.cpu()  # as the agreement does
     began = len(device.syncs)
-    outcome = model.apply(totals.nan_to_num(), lambda: None)
+    outcome = model.end.apply(totals.nan_to_num(), lambda: None)
     model.future.show(outcome.losses, outcome.num_microbatches)
     shown(outcome, model.loss_names)
     return before, device.syncs[began:]

@@ -12,37 +12,37 @@ torch = pytest.importorskip("torch")
 
 
 def gradients(model: Any) -> Any:
-    return torch.cat([one.clone() for one in model.gradients(2, 4, 0)])
+    return torch.cat([one.clone() for one in model.sums.summands(2, 4, 0, spread=False).gradients])
 
 
 def backward(model: Any) -> None:
-    model.input_grad(0, 2, 4, None)
-    model.weight_grad(0, 2, 4)
+    model.compute.input_grad(0, 2, 4, None)
+    model.compute.weight_grad(0, 2, 4)
 
 
 def test_a_loss_counts_once_it_is_taken_up(model):
-    inner = model.forward(0, 0, 2, None).detach()
-    model.forward(0, 2, 4, inner.clone())
+    inner = model.compute.forward(0, 0, 2, None).detach()
+    model.compute.forward(0, 2, 4, inner.clone())
     backward(model)
-    own, losses, summed = model.local_totals(), model.samples_of_losses(), gradients(model)
+    own, losses, summed = model.end.local_totals(), model.end.samples_of_losses(), gradients(model)
     model.begin_step(0)
-    model.forward(0, 2, 4, inner.clone(), ahead=True)
-    assert model.local_totals().tolist() == [0.0] * model.num_totals
-    assert model.samples_of_losses() == {}
-    model.adopt([(0, 2, 4)])
+    model.compute.forward(0, 2, 4, inner.clone(), ahead=True)
+    assert model.end.local_totals().tolist() == [0.0] * model.end.num_totals
+    assert model.end.samples_of_losses() == {}
+    model.compute.adopt([(0, 2, 4)])
     backward(model)
-    assert torch.equal(model.local_totals(), own)
-    assert model.samples_of_losses() == losses == {0: [0]}
+    assert torch.equal(model.end.local_totals(), own)
+    assert model.end.samples_of_losses() == losses == {0: [0]}
     assert torch.equal(gradients(model), summed)
 
 
 def test_what_is_not_taken_up_is_let_go_of(model):
-    inner = model.forward(0, 0, 2, None).detach()
-    kept, gone = (model.forward(m, 2, 4, inner.clone(), ahead=True) for m in (0, 1))
+    inner = model.compute.forward(0, 0, 2, None).detach()
+    kept, gone = (model.compute.forward(m, 2, 4, inner.clone(), ahead=True) for m in (0, 1))
     outputs = [weakref.ref(one) for one in (kept, gone)]
     del kept, gone
-    model.adopt([(0, 2, 4)])
+    model.compute.adopt([(0, 2, 4)])
     gc.collect()
     assert [output() is None for output in outputs] == [False, True], "and with it the graph"
     backward(model)
-    assert model.samples_of_losses() == {0: [0]}
+    assert model.end.samples_of_losses() == {0: [0]}

@@ -16,7 +16,7 @@ def step(model: Any, microbatches: int, on_the_way: bool) -> tuple[list[int], An
     last = model.spec.num_layers
     model.begin_step(0)
     for microbatch in range(microbatches):
-        model.forward(microbatch, 0, last, None)
+        model.compute.forward(microbatch, 0, last, None)
     passed, summed = list[int](), list[Any]()
     left = list(reversed(range(last)))
 
@@ -25,12 +25,14 @@ def step(model: Any, microbatches: int, on_the_way: bool) -> tuple[list[int], An
         while left and layer <= left[0]:
             one = left.pop(0)
             for microbatch in range(microbatches):
-                model.weight_grad(microbatch, one, one + 1)
-            summed.append([one.clone() for one in model.gradients(one, one + 1, 0)])
+                model.compute.weight_grad(microbatch, one, one + 1)
+            summed.append(
+                [one.clone() for one in model.sums.summands(one, one + 1, 0, spread=False).gradients]
+            )
 
     for microbatch in range(microbatches - 1):
-        model.input_grad(microbatch, 0, last, None)
-    model.input_grad(microbatches - 1, 0, last, None, passed=run_on if on_the_way else None)
+        model.compute.input_grad(microbatch, 0, last, None)
+    model.compute.input_grad(microbatches - 1, 0, last, None, passed=run_on if on_the_way else None)
     begun = len(summed)
     run_on(0)
     return passed[:-1], begun, summed
@@ -78,9 +80,9 @@ def test_a_failure_on_the_way_ends_the_backward(make_model, changes):
             raise Superseded("a newer generation exists")
 
     model.begin_step(0)
-    model.forward(0, 0, 6, None)
+    model.compute.forward(0, 0, 6, None)
     with pytest.raises(Superseded, match="a newer generation exists"):
-        model.input_grad(0, 0, 6, None, passed=fails)
+        model.compute.input_grad(0, 0, 6, None, passed=fails)
     _, _, again = step(model, 2, on_the_way=True)
     for ours, theirs in zip(again, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

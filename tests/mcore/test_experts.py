@@ -24,36 +24,36 @@ def model(make_model):
 
 def counted(model):
     """[layer, expert], and the auxiliary loss of each layer."""
-    table = model.routing.local_totals().reshape(LAYERS, -1)
+    table = model.holdings.routing.local_totals().reshape(LAYERS, -1)
     return table[:, 1:], table[:, 0]
 
 
 def test_a_forward_that_runs_again_counts_once(model):
-    inner = model.forward(0, 0, 2, None).detach()
-    model.forward(0, 2, 4, inner.clone())
+    inner = model.compute.forward(0, 0, 2, None).detach()
+    model.compute.forward(0, 2, 4, inner.clone())
     tokens, losses = counted(model)
     assert tokens.sum(dim=1).tolist() == [TOKENS * TOPK] * LAYERS
     assert (losses > 0.5).all(), "about 1 where the experts are in balance"
-    model.forward(0, 2, 4, inner.clone())
+    model.compute.forward(0, 2, 4, inner.clone())
     assert torch.equal(counted(model)[0], tokens)
     assert torch.equal(counted(model)[1], losses)
-    model.forward(1, 0, 2, None)
+    model.compute.forward(1, 0, 2, None)
     assert counted(model)[0].sum(dim=1).tolist() == [2 * TOKENS * TOPK, TOKENS * TOPK]
 
 
 def test_what_is_run_ahead_counts_once_it_is_taken_up(model):
-    inner = model.forward(0, 0, 2, None).detach()
+    inner = model.compute.forward(0, 0, 2, None).detach()
     for microbatch in (0, 1):
-        model.forward(microbatch, 2, 4, inner.clone(), ahead=True)
+        model.compute.forward(microbatch, 2, 4, inner.clone(), ahead=True)
     assert counted(model)[0].sum(dim=1).tolist() == [TOKENS * TOPK, 0]
-    model.adopt([(1, 2, 4)])
+    model.compute.adopt([(1, 2, 4)])
     assert counted(model)[0].sum(dim=1).tolist() == [TOKENS * TOPK, TOKENS * TOPK]
 
 
 def test_an_evaluation_counts_nothing(model):
     model.begin_evaluation(0, 2)
     with torch.no_grad():
-        model.forward(0, 0, 2, None)
+        model.compute.forward(0, 0, 2, None)
     assert not counted(model)[0].any()
 
 
@@ -73,16 +73,19 @@ def test_biases_move_as_megatrons(model, monkeypatch):
     """By its own function, whose sum over all ranks has been made already."""
     from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 
-    model.forward(0, 0, 2, None)
+    model.compute.forward(0, 0, 2, None)
     tokens = counted(model)[0].to(torch.float32)
     before = torch.tensor([0.25, -0.5, 0.0, 1.0])
     (bias,) = (
-        one for name, one in model.weights_of(1, 0, [EVERYTHING]).items() if name.endswith("expert_bias")
+        one
+        for name, one in model.transfer.weights_of(1, 0, [EVERYTHING]).items()
+        if name.endswith("expert_bias")
     )
     assert bias.dtype == torch.float32, "in a model of float64, and of 16 bits"
     bias.copy_(before)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
     expected = get_updated_expert_bias(tokens[0], before, model.spec.config.moe_router_bias_update_rate)
-    model.routing.balance({1: model.layers[1], 0: model.layers[0]}, model.routing.local_totals())
+    layers, routing = model.holdings.layers, model.holdings.routing
+    routing.balance({1: layers[1], 0: layers[0]}, routing.local_totals())
     assert torch.equal(bias, expected)
     assert not torch.equal(bias, before)

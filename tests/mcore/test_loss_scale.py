@@ -27,25 +27,30 @@ def scale_of(optimizer_config: Any, *, ends_job: bool = True) -> Any:
     return LossScale(optimizer_config, ends_job=ends_job)
 
 
+def rescale(model: Any, optimizer_config: Any) -> None:
+    """Give ``model`` the loss scale of another config."""
+    model.loss_scale.scaler = scale_of(optimizer_config).scaler
+
+
 def train(model: Any, step: int) -> Any:
     """One step of two microbatches, of which this worker does all; its outcome."""
     model.begin_step(step)
     for microbatch in (0, 1):
-        inner = model.forward(microbatch, 0, 2, None).detach().clone()
-        model.kept(microbatch, 0, 2)
-        model.forward(microbatch, 2, 4, inner)
-        grad = model.input_grad(microbatch, 2, 4, None)
-        model.weight_grad(microbatch, 2, 4)
-        model.input_grad(microbatch, 0, 2, grad)
-        model.weight_grad(microbatch, 0, 2)
-    return model.apply(model.local_totals(), lambda: None)
+        inner = model.compute.forward(microbatch, 0, 2, None).detach().clone()
+        model.compute.kept(microbatch, 0, 2)
+        model.compute.forward(microbatch, 2, 4, inner)
+        grad = model.compute.input_grad(microbatch, 2, 4, None)
+        model.compute.weight_grad(microbatch, 2, 4)
+        model.compute.input_grad(microbatch, 0, 2, grad)
+        model.compute.weight_grad(microbatch, 0, 2)
+    return model.end.apply(model.end.local_totals(), lambda: None)
 
 
 def tensors(model: Any) -> dict[str, Any]:
     return {
         f"{layer}.{name}": tensor.clone()
         for layer in range(4)
-        for name, tensor in model.tensors_to_send(layer, 0).items()
+        for name, tensor in model.transfer.tensors_to_send(layer, 0).items()
     }
 
 
@@ -80,8 +85,7 @@ def test_gradients_are_those_without_a_scale(megatron, make_model):
     found = []
     for scale in (None, 2.0**14):
         model = make_model(bf16=True)
-        model.loss_scale = scale_of(config(fp16=False, bf16=True, loss_scale=scale))
-        model.spec.config.grad_scale_func = model.loss_scale.scaled
+        rescale(model, config(fp16=False, bf16=True, loss_scale=scale))
         norms = [train(model, step).grad_norm for step in range(3)]
         found.append((norms, tensors(model)))
     (norms, weights), (scaled_norms, scaled_weights) = found
@@ -122,8 +126,7 @@ def test_what_is_blamed_on_the_scale(megatron):
 
 def test_with_a_constant_scale_an_overflow_ends_the_job(megatron, make_model):
     model = make_model(fp16=True)
-    model.loss_scale = scale_of(config(loss_scale=2.0**40))
-    model.spec.config.grad_scale_func = model.loss_scale.scaled
+    rescale(model, config(loss_scale=2.0**40))
     with pytest.raises(NotFinite, match="No weight was changed"):
         train(model, 0)
 

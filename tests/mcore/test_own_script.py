@@ -16,7 +16,7 @@ RATES = SimpleNamespace(lr=1e-2, min_lr=1e-3)
 
 def stepping(model: Any, before: Any = lambda: None, report: Any = lambda loss: loss) -> None:
     """Have ``model`` call ``before`` each forward step, and ``report`` another loss than it would."""
-    own_step = model.forward_step
+    own_step = model.compute.forward_step
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         before()
@@ -28,22 +28,22 @@ def stepping(model: Any, before: Any = lambda: None, report: Any = lambda loss: 
 
         return output, own_loss and loss
 
-    model.forward_step = forward_step
+    model.compute.forward_step = forward_step
 
 
 def test_what_a_forward_step_draws_depends_on_the_microbatch_alone(model):
     drawn: list[float] = []
     stepping(model, before=lambda: drawn.append(torch.rand(1).item()))
     for microbatch in (0, 0, 1):
-        model.forward(microbatch, 0, 2, None)
+        model.compute.forward(microbatch, 0, 2, None)
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_loss_of_one_number_may_have_any_shape(model, shape):
     stepping(model, report=lambda loss: loss[0].reshape(shape))
-    model.forward(0, 2, 4, model.forward(0, 0, 2, None).detach())
-    *_, total, count = model.local_totals().tolist()
+    model.compute.forward(0, 2, 4, model.compute.forward(0, 0, 2, None).detach())
+    *_, total, count = model.end.local_totals().tolist()
     assert (total > 0.0, count) == (True, 1.0)
 
 
@@ -54,7 +54,7 @@ def test_a_loss_of_one_number_may_have_any_shape(model, shape):
 def test_other_losses_are_refused(model, report, told):
     stepping(model, report=report)
     with pytest.raises(ConfigError, match=told):
-        model.forward(0, 2, 4, model.forward(0, 0, 2, None).detach())
+        model.compute.forward(0, 2, 4, model.compute.forward(0, 0, 2, None).detach())
 
 
 def test_a_data_set_that_ends_too_early_is_refused_at_once(megatron):

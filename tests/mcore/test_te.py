@@ -133,9 +133,9 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
             spec(), forward_step=pretrain_llama.forward_step, num_microbatches=1, seq_length=16, micro_batch_size=1,
             groups_of_cell=megatron, source=MicrobatchSource([sample], micro_batch_size=1),
         )  # fmt: skip
-        model.create_layers(range(4), dict.fromkeys(range(4), (EVERYTHING,)))
+        model.holdings.create_layers(range(4), dict.fromkeys(range(4), (EVERYTHING,)))
         model.take_layout(Layout(holders=((0,),) * 4, routes=()), 0)
-        layer = model.blocks[0].layers[1].parts["layer"]
+        layer = model.holdings.chunks[0].layers[1].parts["layer"]
         weight = layer.mlp.linear_fc1.weight
 
         def leave(norm_gradient) -> None:
@@ -144,14 +144,14 @@ def test_what_waits_is_not_lost_when_its_block_is_cut_anew(spec, megatron):
         if bound:
             layer.input_layernorm.weight.register_hook(leave)
         model.begin_step(0)
-        model.forward(0, 0, 4, None)
-        model.input_grad(0, 0, 4, None)
+        model.compute.forward(0, 0, 4, None)
+        model.compute.input_grad(0, 0, 4, None)
         before = weight.main_grad
         assert not before.any()
         if later_holders:
             model.take_layout(Layout(holders=later_holders, routes=()), 0)
             assert weight.main_grad is not before
-        model.weight_grad(0, 0, 4)
+        model.compute.weight_grad(0, 0, 4)
         return weight.main_grad.clone()
 
     undisturbed = gradient(bound=False)

@@ -252,7 +252,7 @@ class Rank:
         def work(world: Any) -> float:
             total, count, part = 0.0, 0.0, MICROBATCHES // 2 + 1
             for first, microbatches in ((0, part), (part, MICROBATCHES - part)):
-                self._runtime.evaluate(first, microbatches)
+                self._runtime.training.evaluate(first, microbatches)
                 totals = self.model.local_totals().cpu()
                 dist.all_reduce(totals, group=world)
                 total, count = total + float(totals[0]), count + float(totals[1])

@@ -147,13 +147,7 @@ class Sliced(Stack):
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def slices(self, first: int, last: int, part: int) -> list[Any]:
-        return self._slices(first, last, f"w{part}")
-
-    def expert_slices(self, first: int, last: int, part: int) -> list[Any]:
-        return self._slices(first, last, f"e{part}")
-
-    def _slices(self, first: int, last: int, name: str) -> list[Any]:
+    def _slices(self, first: int, last: int, name: str) -> list[Slices]:
         holders, states = self._layout.all_holders[first], self._layout.states
         if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
             return []

@@ -180,10 +180,10 @@ def test_a_sum_in_place_is_seen(monkeypatch):
     """
     from odyssey_megatron.execute.reduction import Reduction
 
-    def start(self, instr, gradients, partial, share, progress):
-        for buffer in gradients.buffers:
-            if gradients.group is not None:
-                torch.distributed.all_reduce(buffer, group=gradients.group)
+    def start(self, instr, own, group, ranks, share, progress):
+        for buffer in own.gradients:
+            if group is not None:
+                torch.distributed.all_reduce(buffer, group=group)
                 progress.summed(instr, self._ledger.word(), buffer, None)
 
     kill = Kill(rank=1, step=1, point="reduce")

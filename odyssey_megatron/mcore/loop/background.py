@@ -139,7 +139,7 @@ class Saves:
         complete before an offered generation begins, since a rank that joins with it has no part in the save.
         """
         while (flight := self._flight) is not None:
-            votes = self._job.runtime.votes
+            votes = self._job.runtime.position.votes
             written = self._job.runtime.committed > flight.step and not votes.writing
             if not (blocking or written or votes.ballots):
                 return

@@ -25,6 +25,7 @@ from odyssey_megatron.mcore.loop.whole import WholeLayers
 from odyssey_megatron.mcore.model import span
 from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.flat import Cut
+from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.layers import LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, count_steps, pairs, settings_of, take_over
@@ -32,7 +33,7 @@ from odyssey_megatron.plan.slices import EVERYTHING
 from odyssey_megatron.upstream import compat
 
 
-def prepare(model: MegatronModel, block: LayerBlock) -> None:
+def prepare(holdings: Holdings, block: LayerBlock) -> None:
     """Make the chunk of ``block`` describe its layers correctly to Megatron's checkpointing."""
     chunk = block.model.module
     original = type(chunk).sharded_state_dict
@@ -42,24 +43,24 @@ def prepare(model: MegatronModel, block: LayerBlock) -> None:
         with span.building(offset, len(chunk.decoder.layers)), block.shown() as elsewhere:
             state = original(chunk, *args, **kwargs)
         places = {
-            id(one): model.place.among(layer.index, spread=is_spread(one))
+            id(one): holdings.place.among(layer.index, spread=is_spread(one))
             for layer in block.layers
             for one in layer.parameters()
         }
-        others = model.place.among(block.first)
+        others = holdings.place.among(block.first)
         known = state.items() if block.borrowed is not None else ()
         shared = [name for name, shard in known if shard.data is block.borrowed]
         for name in shared:  # either copy of the shared weight will do
             state[name].replica_id = (0, *state[name].replica_id[1:])
-            places[id(block.borrowed)] = model.place.among(block.spec.tied)
+            places[id(block.borrowed)] = holdings.place.among(block.spec.tied)
             if elsewhere:  # another chunk of this worker has it
                 del state[name]
-        experts = model.place.among(block.first, spread=True)
+        experts = holdings.place.among(block.first, spread=True)
         for shard in _shards(state):  # only the first holder writes
             place = experts if ".mlp.experts." in shard.key else others  # for what is not a parameter
             shard.replica_id = (*shard.replica_id[:-1], places.get(id(shard.data), place))
-        if model.cell.tensor_each > 1:
-            dict_list_map_inplace(lambda shard: _in_parts(shard, model.cell.tensor_each), state)
+        if holdings.cell.tensor_each > 1:
+            dict_list_map_inplace(lambda shard: _in_parts(shard, holdings.cell.tensor_each), state)
         return state
 
     chunk.sharded_state_dict = sharded_state_dict
@@ -144,7 +145,7 @@ class OptimizerView:
             (lambda: runtime().committed) if runtime is not None else lambda: 0
         )
         self._whole = WholeLayers(
-            model, lambda *block: runtime().holders_of(*block) if runtime else _nobody()
+            model.holdings, lambda *block: runtime().holders_of(*block) if runtime else _nobody()
         )
         self._model, self._cell = model, cell
         self._takes_shards = False
@@ -215,7 +216,7 @@ class OptimizerView:
         return state
 
     def _slices(self) -> dict[int, shards.ParameterPlace]:
-        layers = self._model.layers
+        layers = self._model.holdings.layers
         slices = self._saved.slices(layers, self._model.spec.config, self._cell)
         return {
             id(one): slices[layer.index, name] for layer in layers for name, one in layer.named_parameters()
@@ -253,7 +254,7 @@ class OptimizerView:
                 break
 
     def _own(self) -> list[LayerOptimizer]:
-        return [layer.optimizer for layer in self._model.layers if layer.optimizer is not None]
+        return [layer.optimizer for layer in self._model.holdings.layers if layer.optimizer is not None]
 
     def _assembled(self, brought_together: Mapping[int, LayerOptimizer]) -> Any:
         """Megatron's optimizer for those layers of this rank whose state is whole, or is ``brought_together``; it
@@ -262,7 +263,9 @@ class OptimizerView:
         """
         spec = self._model.spec
         kept = [one for one in self._own() if one.spans == (EVERYTHING,)] + [*brought_together.values()]
-        chunks = [block.model for block in self._model.blocks] or [self._model.idle_block().model]
+        chunks = [block.model for block in self._model.holdings.chunks] or [
+            self._model.holdings.idle_block().model
+        ]
         own = {id(shown): (main, state) for optimizer in kept for shown, main, state in optimizer.entries()}
         left_out = [one for chunk in chunks for one in chunk.parameters() if id(one) not in own]
         with _frozen(left_out):  # Megatron makes all ranks agree on the parameter groups and their order
@@ -280,8 +283,8 @@ class OptimizerView:
             if one.optimizer is not None:
                 count_steps(one.optimizer)
         take_over(whole.param_groups, spec.loaded_groups)
-        if self._model.learning_rate is not None:
-            self._model.learning_rate.set(
+        if (learning_rate := self._model.end.learning_rate) is not None:
+            learning_rate.set(
                 [whole], self._committed(), self._model.microbatches.batches, self._model.loss_scale
             )
         for one in parts:

@@ -269,8 +269,8 @@ class Door:
             args, consumed=args.consumed_train_samples, first_step=args.iteration
         )
         origin = start.origin(schedule, optimizer.settings)
-        model.learning_rate = LearningRate(origin, **arguments.schedule_of(scheduler))
-        work.runtime.begin_at(args.iteration)
+        model.end.learning_rate = LearningRate(origin, **arguments.schedule_of(scheduler))
+        work.runtime.position.committed = args.iteration
         Steps(
             work=work,
             feed=self._feed,

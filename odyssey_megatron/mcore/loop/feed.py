@@ -53,7 +53,7 @@ class Feed:
 
     def __call__(self, model: MegatronModel, forward_step_func: Any, data_iterator: Any) -> None:
         """Make ``model`` use this forward step and data."""
-        model.forward_step = self._stage.forward_step(forward_step_func, model)
+        model.compute.forward_step = self._stage.forward_step(forward_step_func, model)
         model.microbatches.source = self.source(data_iterator)
 
     def join(self, valid_data_iterator: Any, evaluated: Sequence[int]) -> None:

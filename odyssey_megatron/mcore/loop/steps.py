@@ -39,7 +39,7 @@ class Steps:
             (seam_table.TRAIN, self.train),
             (seam_table.TRAIN_STEP, self.train_step),
             (seam_table.DUMMY_TRAIN_STEP, self.dummy_train_step),
-            (seam_table.CONSUME_SEQLEN_STATS, lambda original: self.work.runtime.outcome.sequences),
+            (seam_table.CONSUME_SEQLEN_STATS, lambda original: self.work.runtime.position.outcome.sequences),
             (seam_table.TRAINING_LOG, self.training_log),
             (seam_table.REDUCE_MAX_STAT, outcome.known_to_all),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
@@ -66,7 +66,7 @@ class Steps:
         batches, step = self.work.model.microbatches.batches, self.work.runtime.committed - 1
         skipped = (
             self.work.model.loss_scale.skipped_samples
-            - self.work.runtime.outcome.skipped * batches.size(step)
+            - self.work.runtime.position.outcome.skipped * batches.size(step)
         )
         evaluated = self.start.go_on(
             called["opt_param_scheduler"], step, batches, skipped=skipped, replicas=self.feed.replicas
@@ -128,7 +128,7 @@ class Steps:
             self.work.recovery.step()
             self.work.refresh()
         self.lines.begin(self.work.runtime.committed)
-        result: outcome.StepOutcome = self.work.runtime.outcome
+        result: outcome.StepOutcome = self.work.runtime.position.outcome
         return result
 
     def get_forward_backward_func(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,8 +156,8 @@ class Steps:
             self.feed(self.work.model, forward_step_func, source)
             done, wanted, tables = source.evaluated // lanes, num_microbatches // lanes, []
             for first in range(0, wanted, most):
-                self.work.runtime.evaluate(done + first, min(most, wanted - first))
-                tables.append(self.work.model.local_losses())
+                self.work.runtime.training.evaluate(done + first, min(most, wanted - first))
+                tables.append(self.work.model.end.local_losses())
             table = torch.cat(tables)
             dist.all_reduce(table, group=world)
             return table
@@ -168,12 +168,13 @@ class Steps:
 
     def check_param_hashes(self, original: Any, model: Any, cross_check: bool = False) -> bool:
         if not self.work.groups.are_first:  # otherwise it is joining, and the others did this long ago
-            self.work.together(self.work.runtime.check_holders)
+            # Whichever generation does it: a failure may cut one short.
+            self.work.together(lambda world: self.work.runtime.training.check_holders(world))
         return True
 
     def calc_params_l2_norm(self, original: Any, *given: Any, **named: Any) -> float:
         def work(world: Any) -> torch.Tensor:
-            total = self.work.model.squared_weights()
+            total = self.work.model.end.squared_weights()
             dist.all_reduce(total, group=world)
             return total
 

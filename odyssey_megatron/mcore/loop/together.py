@@ -57,11 +57,11 @@ class CommonWork:
         """Update Megatron's list of model chunks to this worker's blocks, which a recovery may have changed. The list
         is never empty, as Megatron's loop looks at its first element.
         """
-        blocks = self.model.blocks
+        blocks = self.model.holdings.chunks
         chunks = [block.model for block in blocks] or [self._empty_chunk]
         if chunks != self.chunks:
             for block in blocks:
-                checkpoint.prepare(self.model, block)
+                checkpoint.prepare(self.model.holdings, block)
             self.chunks[:] = chunks
 
     def leave_start(self) -> None:

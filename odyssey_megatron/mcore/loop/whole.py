@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.mcore.model.model import MegatronModel
+from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, firsts, kept
 from odyssey_megatron.rebuild.transfer import packed, places, unpack
@@ -53,11 +53,11 @@ class _Part(NamedTuple):
 class WholeLayers:
     """The layers of a rank whose state is cut."""
 
-    def __init__(self, model: MegatronModel, holders_of: HoldersOf):
-        self._model, self._holders_of = model, holders_of
+    def __init__(self, holdings: Holdings, holders_of: HoldersOf):
+        self._holdings, self._holders_of = holdings, holders_of
 
     def _parts(self) -> Iterator[_Part]:
-        place, states = self._model.place, self._model.place.layout.states
+        place, states = self._holdings.place, self._holdings.place.layout.states
         cell, layout = place.cell, place.layout
         for block in layout.blocks() if layout.keepers else ():
             for layer in range(block.first, block.last) if place.worker in block.holders else ():
@@ -69,17 +69,17 @@ class WholeLayers:
 
     def new(self) -> dict[int, LayerOptimizer]:
         """Optimizers with unused state for the layers that are gathered here, by layer."""
-        layers = {one.index: one for one in self._model.layers}
+        layers = {one.index: one for one in self._holdings.layers}
         made: dict[int, LayerOptimizer] = {}
         for one in self._parts():
             if one.is_here and one.layer not in made:
-                made[one.layer] = self._model.optimizer_of(layers[one.layer], (EVERYTHING,))
+                made[one.layer] = self._holdings.optimizer_of(layers[one.layer], (EVERYTHING,))
         return made
 
     @torch.no_grad()
     def gathered(self) -> dict[int, LayerOptimizer]:
         """Optimizers with all owners' current state for the layers that are gathered here, by layer. Collective."""
-        made, own = self.new(), {one.index: one.optimizer for one in self._model.layers}
+        made, own = self.new(), {one.index: one.optimizer for one in self._holdings.layers}
         for one in self._parts():
             flat = self._padded(own[one.layer], one, firsts(one.slices))
             rooms = [torch.empty_like(flat) for _ in one.workers] if one.is_here else None
@@ -91,7 +91,7 @@ class WholeLayers:
     @torch.no_grad()
     def give_back(self, made: dict[int, LayerOptimizer]) -> None:
         """Send all owners what was loaded into the optimizers that :meth:`new` has ``made``. Collective."""
-        own = {one.index: one.optimizer for one in self._model.layers}
+        own = {one.index: one.optimizer for one in self._holdings.layers}
         for one in self._parts():
             mine, spans, rooms = own[one.layer], kept(one.slices), None
             flat = self._padded(mine, one, spans)
@@ -102,14 +102,14 @@ class WholeLayers:
                     room[: sent.numel()] = sent
             dist.scatter(flat, rooms, group=one.group, group_src=one.root)
             if mine is not None:
-                _fill(mine, one.number, spans.get(self._model.place.worker, ()), flat)
+                _fill(mine, one.number, spans.get(self._holdings.place.worker, ()), flat)
                 mine.take_over()
 
     def _padded(
         self, own: LayerOptimizer | None, one: _Part, spans: Mapping[int, Sequence[Span]]
     ) -> torch.Tensor:
         """This rank's bytes of ``spans``, padded with zeros to the length of the longest in the group: 1-D, uint8."""
-        mine = spans.get(self._model.place.worker, ())
+        mine = spans.get(self._holdings.place.worker, ())
         flat = _bytes(own, one.number, mine if own is not None else ())
         length = torch.tensor(flat.numel(), device=flat.device)
         dist.all_reduce(length, op=dist.ReduceOp.MAX, group=one.group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -71,16 +71,16 @@ def _unwrap(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def unsent(
-    layout: Layout, worker: int, held: Mapping[int, HeldLayer], arriving: Callable[[int], bool]
+    layout: Layout, worker: int, held: Mapping[int, HeldLayer], arriving: Collection[int]
 ) -> list[int]:
     """The layers whose optimizer state ``worker`` keeps under ``layout``, but neither has nor is being sent.
 
     Args:
-        arriving: whether state of a layer is expected here, or has arrived.
+        arriving: the layers whose state is expected here, or has arrived.
     """
     return [
         layer
         for layer, spans in layout.spans_kept_by(worker).items()
-        if not arriving(layer)
+        if layer not in arriving
         and (layer not in held or not any(one.spans == spans for one in held[layer].states[:1]))
     ]

@@ -487,11 +487,6 @@ class LayerBlock:
         self.model.zero_grad_buffer()
 
 
-def block_with(blocks: Iterable[LayerBlock], first: int, last: int) -> LayerBlock:
-    """The block that contains the layers ``[first, last)``."""
-    return next(one for one in blocks if one.first <= first and last <= one.last)
-
-
 def lend(chunks: Iterable[LayerBlock], held: Mapping[int, HeldLayer]) -> None:
     """Make embedding and head of a worker compute with their shared weight, if any; Megatron sees it in the first."""
     lent = False

@@ -12,17 +12,16 @@ the runs of experts that no rank shares out (``Cell.runs``), and a rank of a who
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.shapes import ONE
-from odyssey_megatron.mcore.model.experts import home_of_all, in_whole, is_spread, of_one_rank
+from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_one_rank
 from odyssey_megatron.mcore.model.flat import Cut
-from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
+from odyssey_megatron.mcore.model.layers import HeldLayer
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -32,7 +31,6 @@ class Parts:
 
     def __init__(self, cell: Cell):
         self.each, self._numbers = cell.parts.each, cell.parts.held
-        self._staged: dict[tuple[int, int, int, bool], _Staged] = {}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._numbers)
@@ -121,91 +119,6 @@ class Parts:
         number, count = self._numbers.index(part), of_one_rank(layer.config)
         names = {name: one for name, one in layer.named_parameters() if is_spread(one)}
         return {id(one) for name, one in names.items() if in_whole(name, count, self.each)[0] == number}
-
-    # -- gradients ------------------------------------------------------------------------------------------------
-
-    def stage(self, block: LayerBlock, first: int, last: int, part: int, *, spread: bool = False) -> _Staged:
-        """Copy the gradients of layers ``[first, last)`` of ``block``, or of their experts that are ``spread`` over
-        ranks, into buffers like a whole cell's.
-        """
-        if spread:
-            ours = {one for layer in block.inside(first, last) for one in self.of_part(layer, part)}
-            every = block.buffered(first, last, spread=True)
-            made = _Staged.of([[one for one in own if id(one) in ours] for own in every], 1, 0)
-        else:
-            number = self._numbers.index(part)
-            made = _Staged.of(block.buffered(first, last), self.each.shards, number)
-        self._staged[first, last, part, spread] = made
-        return made
-
-    def of_run(self, block: LayerBlock, first: int, last: int, part: int) -> list[torch.Tensor]:
-        """The gradients of the experts in ``part``, a run of them, of layers ``[first, last)`` of ``block``: 1-D, in
-        place, each of what lies together on every rank. A whole gang beside an uneven one has no room planned for
-        copies.
-        """
-        found = []
-        for layer in block.inside(first, last):
-            ours, together = self.of_part(layer, part), dict[tuple[int, str], list[torch.Tensor]]()
-            for name, one in layer.named_parameters():
-                if id(one) in ours:
-                    view = main_grad(one)
-                    place = view.untyped_storage().data_ptr(), home_of_all(name)
-                    together.setdefault(place, []).append(view)
-            for views in together.values():
-                low = min(one.storage_offset() for one in views)
-                high = max(one.storage_offset() + one.numel() for one in views)
-                assert high - low == sum(map(torch.Tensor.numel, views)), "another's gradients lie between"
-                found.append(views[0].as_strided((high - low,), (1,), low))
-        return found
-
-    def staged(self, first: int, last: int, part: int, *, spread: bool = False) -> _Staged:
-        """What :meth:`stage` has returned last for these arguments."""
-        return self._staged[first, last, part, spread]
-
-    def take_sums(self) -> None:
-        """Write the staged gradients, which have been summed, back into the layers' gradients."""
-        for one in self._staged.values():
-            one.put_back()
-
-    def forget(self) -> None:
-        """Drop all that is staged."""
-        self._staged.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """Copies of the gradients of one part."""
-
-    buffers: list[torch.Tensor]
-    """1-D; each is what one of Megatron's buffers has of the part in a whole cell, parameter after parameter."""
-    views: list[tuple[torch.nn.Parameter, torch.Tensor]]
-    """Each parameter, and the view of its gradient in the buffers."""
-    each: int
-    number: int
-    """The position of the part among those of the rank."""
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, buffered: Iterable[Sequence[torch.nn.Parameter]], each: int, number: int) -> _Staged:
-        made: _Staged = cls([], [], each, number)
-        for parameters in buffered:
-            pieces = [Cut.of(one, each).part(main_grad(one), number) for one in parameters]
-            buffer = torch.cat([one.reshape(-1) for one in pieces])
-            made.buffers.append(buffer)
-            cut = torch.split(buffer, [one.numel() for one in pieces])
-            for parameter, piece, view in zip(parameters, pieces, cut, strict=True):
-                made.views.append((parameter, view.view(piece.shape)))
-        return made
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for parameter, view in self.views:
-            Cut.of(parameter, self.each).put(main_grad(parameter), self.number, view)
-
-    def of_parameters(self, wanted: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-        """The views of the ``wanted`` parameters, in their order."""
-        views = {id(parameter): view for parameter, view in self.views}
-        return [views[id(one)] for one in wanted]
 
 
 # -- which cells can be made smaller -----------------------------------------------------------------------------------

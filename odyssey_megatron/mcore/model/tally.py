@@ -21,10 +21,10 @@ class Tally:
     """Tokens and losses of the microbatches whose head ran here, and what routers of experts have counted."""
 
     def __init__(self, loss_names: Sequence[str], future: FutureTokens, routing: Routing):
-        """``loss_names``: names of the losses that forward steps report."""
-        self._loss_names, self._future, self._routing = loss_names, future, routing
+        """``loss_names``: names of the losses that forward steps report, the only ones of an evaluation."""
+        self.loss_names, self._future, self._routing = loss_names, future, routing
         self.names = (*loss_names, *future.names)
-        """Names of the losses of a step; an evaluation has only those that are reported."""
+        """Names of the losses of a step."""
         self.tokens: dict[int, Tokens] = {}
         self.losses: dict[int, Reported] = {}
         self._ahead: dict[tuple[int, int], tuple[Tokens, Reported, Records]] = {}
@@ -36,13 +36,17 @@ class Tally:
         self._routing.records.clear()
         self.tokens.clear()
 
+    def begin_forward(self) -> None:
+        """Drop what a forward has left that was interrupted."""
+        self._future.taken()
+
     def read(self, results: Sequence[Reported]) -> Reported:
         """The losses of a forward whose forward steps have given ``results``, of which the last one counts. Raises
         ConfigError if it is something unexpected.
         """
         if not results:
             return {}
-        return outcome.checked(results[-1], self._loss_names) | self._future.taken()
+        return outcome.checked(results[-1], self.loss_names) | self._future.taken()
 
     def count(self, microbatch: int, tokens: Tokens, reported: Reported) -> None:
         """Count a forward."""
