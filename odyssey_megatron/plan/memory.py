@@ -20,7 +20,7 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
 
     These are weights and gradients of its layers, its slices of optimizer state, and messages that are kept.
     """
-    total = dict.fromkeys(layout.workers, 0)
+    total = _message_bytes(layout, costs)
     rows = zip(layout.all_holders, layout.states, costs.all_layers, strict=True)
     for (holders, found), alike in groupby(rows, lambda row: row[:2]):
         layers = [layer for _, _, layer in alike]
@@ -35,6 +35,12 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
                     count * ceil(one * shares / WHOLE) for one, count in optimizer.items()
                 )
             total[worker] += of_shares[shares]
+    return total
+
+
+def _message_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
+    """Return, for each worker, the bytes of messages that it keeps until the step's end."""
+    total = dict.fromkeys(layout.workers, 0)
     for route in layout.routes if costs.keeps_messages else ():
         size = len(route.microbatches) * costs.message_bytes
         for hop in route.hops:  # for each microbatch, an activation and an input gradient
@@ -116,7 +122,8 @@ def activation_caps(
     state, shares = state_bytes(layout, costs), shares or {}
     most = _alike(layout, state)
     if shares:
-        state, most = _kept(state, shares), _kept(most, shares)
+        messages = _message_bytes(layout, costs)
+        state, most = (_beside_activations(one, messages, shares) for one in (state, most))
     budget = {worker: int(budget_bytes * shares.get(worker, WHOLE_CELL).ranks) for worker in floor}
     for worker, least in floor.items():
         if state[worker] + least > budget[worker]:
@@ -167,13 +174,22 @@ def per_rank(
     if not shares:
         return peak_bytes
     state = state_bytes(layout, costs)
-    found = []
-    for worker, size in peak_bytes:
-        one = shares.get(worker, WHOLE_CELL)
-        found.append((worker, ceil((size - state[worker] + state[worker] * one.state) / one.ranks)))
-    return tuple(found)
+    beside = _beside_activations(state, _message_bytes(layout, costs), shares)
+    return tuple(
+        (worker, ceil((size - state[worker] + beside[worker]) / shares.get(worker, WHOLE_CELL).ranks))
+        for worker, size in peak_bytes
+    )
 
 
-def _kept(state: Mapping[int, int], shares: Mapping[int, Share]) -> dict[int, int]:
-    """Return the bytes of state that count, beside activations, against each worker's scaled budget."""
-    return {worker: ceil(size * shares.get(worker, WHOLE_CELL).state) for worker, size in state.items()}
+def _beside_activations(
+    state: Mapping[int, int], messages: Mapping[int, int], shares: Mapping[int, Share]
+) -> dict[int, int]:
+    """Return the bytes of ``state`` that count, beside activations, against each worker's scaled budget.
+
+    ``messages``: the part of it that are messages, of which a rank has as many times those of a whole cell's as of
+    activations.
+    """
+    return {
+        worker: messages[worker] + ceil((size - messages[worker]) * shares.get(worker, WHOLE_CELL).state)
+        for worker, size in state.items()
+    }

@@ -195,6 +195,11 @@ class PolicyPlanner:
         found, known = self._measured, self._learned
         return replace(known, group_build_s=found.group_build_s) if alike(found.costs, known.costs) else found
 
+    def _with_shortages(self, profile: Profile) -> Profile:
+        """Return ``profile`` with what is known by ranks that have run out of memory."""
+        heavier = self._shortages.known
+        return replace(profile, costs=heavier.applied(profile.costs)) if heavier.factors else profile
+
     def adopt(self, observations: Sequence[str]) -> None:
         self._learned = self._measured = self._taken_in(observations)[0]
 
@@ -352,14 +357,11 @@ class PolicyPlanner:
         horizon_s: float = math.inf,
     ) -> Decided:
         horizon_s = min(horizon_s, self._config.horizon_s)
-        heavier = self._shortages.known
-        if heavier.factors:
-            profile = replace(profile, costs=heavier.applied(profile.costs))
         decision = decide(
             job=self._job,
             state=state,
             previous=previous,
-            profile=self._priced(profile, state, previous.step_s, now_s),
+            profile=self._priced(self._with_shortages(profile), state, previous.step_s, now_s),
             config=replace(self._config, horizon_s=horizon_s),
             now_s=now_s,
             home=home.layout if home else None,
@@ -373,13 +375,14 @@ class PolicyPlanner:
                 return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
         # Smaller cells, or ranks that have run out of memory, may lack it for the first plan's order. With slow workers
         # it is kept: otherwise nobody would go back to it once they are as fast as others again.
-        is_whole = not (state.dead or decision.case.shares or heavier.factors)
+        is_whole = not (state.dead or decision.case.shares or self._shortages.known.factors)
         if home is not None and is_whole and decision.best.layout == home.layout:
             return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
         return Decided(plan=decision.plan, rows=rows)
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
-        return towards(target, current=current, state=state, profile=self._newest())
+        profile = self._with_shortages(self._newest())
+        return towards(target, current=current, state=state, profile=profile)
 
     def keep(self) -> None:
         profile = self._newest()

@@ -63,8 +63,8 @@ def incidents(current: Plan, state: ClusterState) -> Iterator[tuple[int, ...]]:
 def one_of_each(plan: Plan, state: ClusterState) -> list[list[int]]:
     """Return the living workers in groups, in each of which any worker's death leads to an equal plan.
 
-    The workers of a group compute the same layers for as many microbatches, and keep optimizer state of the same
-    layers.
+    The workers of a group compute the same layers for as many microbatches, keep optimizer state of the same layers,
+    and are equally fast and large.
     """
     counts: dict[int, Counter[tuple[int, int]]] = {worker: Counter() for worker in state.alive}
     for route in plan.layout.routes:
@@ -77,5 +77,7 @@ def one_of_each(plan: Plan, state: ClusterState) -> list[list[int]]:
             kept[worker].append(layer)
     alike: dict[tuple[object, ...], list[int]] = {}
     for worker, own in counts.items():
-        alike.setdefault((frozenset(own.items()), tuple(kept[worker])), []).append(worker)
+        its = state.workers[worker]
+        key = frozenset(own.items()), tuple(kept[worker]), its.pace, its.share
+        alike.setdefault(key, []).append(worker)
     return list(alike.values())

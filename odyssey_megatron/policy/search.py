@@ -93,23 +93,37 @@ class Search:
         """
         rounded = max(0, pipelines.bit_length() - (4 if pipelines < 16 else 3))
         pipelines, splits = pipelines >> rounded << rounded, self.splits
-        if splits.budget is None or not 0 < self.copies < pipelines:
+        # Of the weight that embedding and head share, a pipeline has a second holder if these are on two workers.
+        ends = 2 if splits.costs.tied and splits.legs == 1 else 1
+        if splits.budget is None or not 0 < self.copies < pipelines * ends:
             return self
         if pipelines not in self._shared:
             part = self.copies / pipelines
-            layers = (
-                replace(one, optimizer_bytes=round(part * one.optimizer_bytes))
-                for one in splits.costs.all_layers
-            )
-            self._shared[pipelines] = Search(
-                splits.costs.with_layers(layers),
-                splits.budget,
-                legs=splits.legs,
-                ample=splits.ample,
-                sorts=splits.sorts,
-                sums=self.balanced.sums,
-            )
+            found = self._keeping(part, part / ends)
+            if ends == 2 and found.splits.split(1) is not None:
+                found = self._keeping(part, part)
+            self._shared[pipelines] = found
         return self._shared[pipelines]
+
+    def _keeping(self, part: float, of_tied: float) -> Search:
+        """Return the search in which a holder keeps these parts of each layer's optimizer state, and of the tied
+        weight's; all if they are above 1.
+        """
+        splits, number = self.splits, len(self.splits.costs.layers)
+        layers = (
+            replace(
+                one, optimizer_bytes=round(min(1.0, part if at < number else of_tied) * one.optimizer_bytes)
+            )
+            for at, one in enumerate(splits.costs.all_layers)
+        )
+        return Search(
+            splits.costs.with_layers(layers),
+            splits.budget,
+            legs=splits.legs,
+            ample=splits.ample,
+            sorts=splits.sorts,
+            sums=self.balanced.sums,
+        )
 
     def _with_legs(self, legs: int) -> Search:
         (found,) = (one for one in (self, *self.turned) if one.splits.legs == legs)

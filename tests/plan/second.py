@@ -6,7 +6,10 @@ worker; instead each instruction is a node of a graph, its end the longest way t
 
 import math
 import re
+from collections import defaultdict
+from fractions import Fraction
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import NamedTuple
 
 WORD = re.compile(r"([A-Z_]+?)(\d*)(?:\[(\d+)(?::(\d+))?\])?(?:([<>])(\d+))?")
@@ -163,12 +166,21 @@ class Second:
                 reached += self._total("forward_s", first, last) + lag
         return late
 
+    def sent_bytes(self):
+        """Worker -> the messages that it keeps until the step's end."""
+        each = self.costs.message_bytes if self.costs.keeps_messages else 0
+        return {
+            worker: each * sum(one.kind.startswith("SEND") for one in words)
+            for worker, words in self.words.items()
+        }
+
     def peak_bytes(self, held_bytes):
         """Worker -> the most that it has at once. ``held_bytes``: worker -> weights, gradients and optimizer state."""
+        sent_bytes = self.sent_bytes()
         found = {}
         for worker, words in self.words.items():
             live = most = 0
-            base = held_bytes[worker]
+            base = held_bytes[worker] + sent_bytes[worker]
             for one in words:
                 whole = self._total("activation_bytes", one.first, one.last) if one.kind in "FEIWB" else 0
                 early = self._total("early_bytes", one.first, one.last) if one.kind in "FEIWB" else 0
@@ -176,16 +188,31 @@ class Second:
                     one.kind, 0
                 )
                 most = max(most, live)
-                if one.kind.startswith("SEND") and self.costs.keeps_messages:
-                    base += self.costs.message_bytes
             found[worker] = base + most
         return found
 
 
 def held_bytes(layout, costs):
-    """Worker -> weights, gradients and optimizer state of what it holds, where every holder keeps all."""
+    """Worker -> weights, gradients and optimizer state of what it holds."""
     found = dict.fromkeys(layout.workers, 0)
-    for holders, one in zip(layout.all_holders, costs.all_layers, strict=True):
+    for layer, (holders, one) in enumerate(zip(layout.all_holders, costs.all_layers, strict=True)):
         for worker in holders:
-            found[worker] += one.weight_bytes + one.gradient_bytes + one.optimizer_bytes
+            found[worker] += one.weight_bytes + one.gradient_bytes
+        ring = layout.keepers[layer] if layout.keepers else holders
+        for worker, part in kept_parts(ring, layout.copies or len(ring)).items():
+            found[worker] += math.ceil(one.optimizer_bytes * part)
     return found
+
+
+def kept_parts(ring, copies):
+    """Worker -> the part of a layer's optimizer state that it keeps, in the place that it has of ``ring``; -1 stands in
+    the place of a lost worker. Each slice is kept in ``copies`` places in a row. Slices end at one of 720,720 marks.
+    """
+    if len(ring) <= copies:
+        return {worker: Fraction(1) for worker in ring if worker != -1}
+    marks = [720_720 * place // len(ring) for place in range(len(ring) + 1)]
+    found = defaultdict(Fraction)
+    for first, (a, b) in enumerate(pairwise(marks)):
+        for place in range(first, first + copies):
+            found[ring[place % len(ring)]] += Fraction(b - a, 720_720)
+    return {worker: part for worker, part in found.items() if worker != -1}

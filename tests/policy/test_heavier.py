@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.events import RankDied, RankJoined
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.policy.planner import PolicyPlanner
-from tests.plan.samples import preset_profile
+from odyssey_megatron.policy.profile import Profile
+from tests.plan.samples import preset_profile, uniform_costs
 from tests.plan.second import Second, held_bytes
 from tests.policy.test_risk import JOB
 
@@ -84,6 +85,23 @@ def test_plans_fit_at_last(times, is_known, dead, at_once):
         assert plan.step_s < 1.1 * best.step_s
     again = planners[0].decide(state, plan, 200.0).plan
     assert not too_full(again, true, room_bytes), "it stays so"
+
+
+def test_the_plan_behind_whose_step_a_rank_is_filled_goes_by_it_too():
+    job = replace(JOB, num_layers=10, pipeline_model_parallel_size=2, num_microbatches=8)
+    costs = replace(uniform_costs(8, ends=True, activation_bytes=4), memory_bytes=80)
+    planner, true = PolicyPlanner(OdysseyConfig()), really(costs, head=1.0, others=1.5)
+    state = apply(initial_state(nodes=(0,) * 4), RankDied(rank=3, code=-9, cause="killed"))
+    home = planner.start(job, initial_state(nodes=(0,) * 4), to_json(Profile(costs=costs))).plan
+    plan = planner.decide(state, home, 100.0).plan
+    for worker in too_full(plan, true, 80):
+        planner.ran_out(plan, worker)
+    plan = planner.decide(state, plan, 100.0).plan
+    back = apply(state, RankJoined(rank=3, node=0, incarnation=1))
+    target = planner.decide(back, plan, 200.0).plan
+    fill = planner.towards(back, plan, target)
+    assert fill.policy == "fill"
+    assert [too_full(one, true, 80) for one in (plan, fill, target)] == [[], [], []]
 
 
 def test_at_last_no_plan_helps():

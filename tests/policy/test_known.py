@@ -6,11 +6,12 @@ import pytest
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.cluster.state import apply, initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.plan import assemble, order
 from odyssey_megatron.plan.known import _KEPT_BYTES, _Kept, known
+from odyssey_megatron.policy import partition
 from odyssey_megatron.policy.measured import Measured, alike
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.preparing import incidents
@@ -50,6 +51,16 @@ def test_a_death_in_any_stage_is_looked_up_with_measured_costs(policy, monkeypat
     planner.learn(state, plan, OBSERVED, 0.0)
     planner.rehearse(state, plan, 0.0)
     monkeypatch.setattr(order, "best_order", lambda *args: pytest.fail("worked out once more"))
+    for rank in range(8):
+        assert planner.decide(died(state, rank), plan, 1.0).plan.policy != "initial"
+
+
+def test_a_death_is_looked_up_where_one_of_a_stage_is_slow_whoever_it_is(monkeypatch):
+    planner, plan, state = started()
+    state = with_speeds(state, {1: 0.7, 6: 0.5})
+    planner.rehearse(state, plan, 0.0)
+    for search in ("ranked", "ranked_with_slow"):
+        monkeypatch.setattr(partition, search, lambda *args, **more: pytest.fail("worked out once more"))
     for rank in range(8):
         assert planner.decide(died(state, rank), plan, 1.0).plan.policy != "initial"
 

@@ -11,7 +11,7 @@ from odyssey_megatron.cluster.state import initial_state, with_slow_links
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.policy.case import Case, with_links
-from odyssey_megatron.policy.policies import POLICIES
+from odyssey_megatron.policy.policies import POLICIES, mix
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Sketch
 from tests.plan.samples import uniform_costs
@@ -86,6 +86,20 @@ def test_what_is_proposed_can_be_had(policy):
         if policy.name == "mix" and proposed >= 5:
             break  # each is a search of a second
     assert proposed >= 5, "too few clusters in which it applies"
+
+
+def test_routes_taken_apart_are_judged_with_shadows_among_the_living():
+    state = initial_state(nodes=(0, 1, 2))
+    workers = tuple(replace(one, alive=one.worker != 1) for one in state.workers)
+    case = replace(random_case(random.Random(0)), state=replace(state, workers=workers), rebalances=True)
+    alone = megatron_layout(num_layers=4, pipeline_size=1, num_workers=1, num_microbatches=2)
+    case = replace(
+        case,
+        job=replace(case.job, num_layers=4, least_holders=2),
+        previous=alone,
+        profile=Profile(costs=uniform_costs(2, ends=True)),
+    )
+    assert mix._kept(case, alone).workers == (0, 2)
 
 
 def test_each_is_found_by_the_name_of_its_file():

@@ -3,15 +3,22 @@ from dataclasses import replace
 
 import pytest
 
+from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.generate import order_routes
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.simulate import step_end_s
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.search import Search
 from odyssey_megatron.policy.seating import place
 from odyssey_megatron.policy.shares import Rate, deal, finish_s, min_max_shares
 from odyssey_megatron.policy.splits import Splits
-from tests.plan.samples import layer, uniform_costs
+from tests.plan.samples import FREE, layer, uniform_costs
 from tests.plan.test_generate import pipelines
 
 
@@ -131,6 +138,36 @@ def test_pipelines_that_share_optimizer_state_need_less_memory():
     assert Search(costs, shared + activations - 1, 2).estimate_s(4, 4, 4) is None
     with pytest.raises(PlanInfeasible, match=f"needs {shared + activations} bytes a worker"):
         Search(costs, shared + activations - 1, 2).shape(4, 4, 4)
+
+
+def test_the_weight_of_both_ends_has_twice_as_many_holders():
+    """Embedding and head share a weight with four bytes of optimizer state: the two holders of each in two pipelines
+    keep two of these, of all copies. Where a pipeline is a single worker, it keeps all four.
+    """
+    costs = replace(uniform_costs(4, ends=True), tied=replace(FREE, optimizer_bytes=4))
+    halves, whole = 3 * 4 + 2, 6 * 4 + 4
+    assert Search(costs, halves + 2, 2).estimate_s(4, 4, 2)
+    assert Search(costs, halves + 1, 2).estimate_s(4, 4, 2) is None
+    assert Search(costs, halves + 3).estimate_s(4, 4, 2) is None, "every holder keeps all"
+    assert Search(costs, whole + 4, 2).estimate_s(2, 4, 2)
+    assert Search(costs, whole + 3, 2).estimate_s(2, 4, 2) is None
+
+
+def test_a_plan_is_found_that_fits_only_as_four_workers_share_the_weight_of_both_ends():
+    costs = replace(uniform_costs(6, ends=True), tied=replace(FREE, optimizer_bytes=40, state_bytes=40))
+    job = JobSpec(
+        num_layers=8, pipeline_model_parallel_size=3, tensor_model_parallel_size=1, num_microbatches=6,
+        tokens_per_step=1, train_steps=1, is_tied=True, optimizer_copies=2,
+    )  # fmt: skip
+    state = initial_state(nodes=(0,) * 6)
+    home = initial_plan(job, state, Profile(costs=costs))
+    for rank in (0, 3):
+        state = apply(state, RankDied(rank=rank, code=-9, cause="killed"))
+    profile = Profile(costs=replace(costs, memory_bytes=4 * 4 + 20 + 2 * 3))
+    arguments = {"job": job, "previous": home, "profile": profile, "config": OdysseyConfig(), "now_s": 1.0}
+    found = decide(state=state, **arguments).plan
+    assert found.layout.lengths == "2+2"
+    assert max(dict(found.peak_bytes).values()) <= profile.costs.memory_bytes
 
 
 def test_little_memory_slows_the_estimate():

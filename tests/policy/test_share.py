@@ -122,6 +122,18 @@ def test_weights_of_context_ranks_are_the_same_however_many_there_are():
     assert peak == kept[SMALL] + 20
 
 
+def test_messages_that_are_kept_are_as_long_as_activations():
+    """Half of the context-parallel ranks have twice of each sequence, in what they have sent as well."""
+    costs, share = replace(COSTS, keeps_messages=True, message_bytes=3), Share(0.5, 0.5)
+    layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=costs)).layout
+    weights, kept = (state_bytes(layout, one)[SMALL] for one in (COSTS, costs))
+    budget = 2 * fullest_bytes(layout, costs)
+    caps = activation_caps(layout, costs, budget_bytes=budget, shares={SMALL: share})
+    each_of_two = weights + 2 * (kept - weights)
+    assert 2 * caps[SMALL] == budget - each_of_two
+    assert per_rank(((SMALL, kept + 10),), {SMALL: share}, layout, costs) == ((SMALL, each_of_two + 20),)
+
+
 def test_where_memory_is_not_known_nobody_is_refused():
     layout = initial_plan(job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=COSTS)).layout
     whole, caps = (caps_for(layout, COSTS, shares) for shares in ({}, {SMALL: Share(0.25)}))

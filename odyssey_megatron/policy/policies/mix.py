@@ -62,7 +62,7 @@ def _starts(case: Case) -> list[Layout]:
 
 
 def _kept(case: Case, layout: Layout) -> Layout:
-    nodes, job = case.state.nodes, case.job
+    nodes, job = case.nodes, case.job
     layout = with_shadows(
         layout, case.previous, nodes, job.least_holders, case.profile.costs, shares=case.shares
     )
