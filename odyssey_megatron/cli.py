@@ -154,4 +154,5 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 
 def _usage() -> str:
     lines = [f"  {name:<8} {text}" for name, (_, text) in _COMMANDS.items()]
-    return "\n".join(["usage: odyssey COMMAND ...", "", *lines, "", "odyssey COMMAND --help says more, and odyssey --version which one this is."])
+    more = "odyssey COMMAND --help says more, and odyssey --version which one this is."
+    return "\n".join(["usage: odyssey COMMAND ...", "", *lines, "", more])
