@@ -284,7 +284,7 @@ class Coordinator:
         assert known is not None
         self._learning.catch_up()
         for plan, rank in wanted.full:
-            self._planner.ran_out(plan, rank // job.cluster.cell_size)
+            self._planner.ran_out(plan, rank // job.cluster.cell_size, job.cluster)
         try:
             decided = self._planner.decide(without_fresh(job.cluster), known, began_s)
         except LayersLost as error:
@@ -293,7 +293,8 @@ class Coordinator:
         except OdysseyError as error:
             if wanted.full and isinstance(error, PlanInfeasible):
                 return self._leave_out(wanted, error)
-            return self._stop(stop(job, f"no plan for the surviving ranks: {error}", 1))
+            anew = "Start anew from the last checkpoint, with as many GPUs as before, or with less on each of them"
+            return self._stop(stop(job, f"the ranks that are left cannot go on: {error}. {anew}.", 1))
         plan = decided.plan
         self._offers.recovered(decided, job.live_plan)
         if job.live_plan is None:

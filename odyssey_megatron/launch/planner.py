@@ -56,8 +56,9 @@ class Planner(Protocol):
         """
         ...
 
-    def ran_out(self, plan: Plan, worker: int) -> None:
+    def ran_out(self, plan: Plan, worker: int, state: ClusterState) -> None:
         """Take note that a rank of ``worker`` has run out of memory under ``plan``, so that later plans need less.
+        ``state`` is the cluster in which it did.
 
         The next :meth:`decide` raises PlanInfeasible if there is no such plan, and takes the notes back: something else
         must fill that rank's memory.

@@ -173,12 +173,18 @@ def per_rank(
     """Return the peak bytes of each worker's own ranks, from ``peak_bytes`` as if all workers were whole cells."""
     if not shares:
         return peak_bytes
-    state = state_bytes(layout, costs)
-    beside = _beside_activations(state, _message_bytes(layout, costs), shares)
+    state, beside = state_bytes(layout, costs), beside_activations(layout, costs, shares)
     return tuple(
         (worker, ceil((size - state[worker] + beside[worker]) / shares.get(worker, WHOLE_CELL).ranks))
         for worker, size in peak_bytes
     )
+
+
+def beside_activations(layout: Layout, costs: Costs, shares: Mapping[int, Share]) -> dict[int, int]:
+    """Return :func:`state_bytes`, but for workers that are not whole cells (``shares``) what a whole cell's rank would
+    have if it had ``Share.ranks`` times the bytes of their ranks.
+    """
+    return _beside_activations(state_bytes(layout, costs), _message_bytes(layout, costs), shares)
 
 
 def _beside_activations(

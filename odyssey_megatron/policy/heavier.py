@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from types import MappingProxyType
 
+from odyssey_megatron.cluster.state import WHOLE_CELL, Share
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.memory import state_bytes
+from odyssey_megatron.plan.memory import beside_activations
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy.replacing import takes_a_risk
@@ -44,20 +46,22 @@ class Heavier:
         memory_bytes = self.room_bytes if costs.memory_bytes is None else costs.memory_bytes
         return replace(costs, layers=tuple(layers), memory_bytes=memory_bytes)
 
-    def after(self, plan: Plan, worker: int, costs: Costs) -> Heavier | None:
+    def after(self, plan: Plan, worker: int, costs: Costs, shares: Mapping[int, Share]) -> Heavier | None:
         """Return what is known when a rank of ``worker`` has run out of memory under ``plan``.
 
         None if by the plan it keeps no activations: something else has filled its memory. ``costs`` are without what
-        was known before.
+        was known before. ``shares``: those of workers that are not whole cells.
         """
         peaks, known = dict(plan.peak_bytes), self.applied(costs)
         room = known.memory_bytes or max(peaks.values())
-        state = state_bytes(plan.layout, known).get(worker, 0)
-        activations = peaks.get(worker, 0) - state
-        if activations <= 0:
+        # In bytes of a whole cell's rank, as costs are.
+        ranks = shares.get(worker, WHOLE_CELL).ranks
+        state = beside_activations(plan.layout, known, shares).get(worker, 0)
+        activations = peaks.get(worker, 0) * ranks - state
+        if activations < 1:
             return None
         share = _ROOM if costs.memory_bytes is not None else _BLIND_ROOM
-        factor = max(room / share - state, 0.0) / activations
+        factor = max(room / share * ranks - state, 0.0) / activations
         more = {
             layer: self.factors.get(layer, 1.0) * max(factor, 1 / share)
             for layer in plan.layout.held_by(worker)
@@ -92,10 +96,10 @@ class Shortages:
         """Whether ranks have run out for which no plan has been made yet."""
         return self._before is not None
 
-    def add(self, plan: Plan, worker: int, costs: Costs) -> None:
-        """Take note that a rank of ``worker`` has run out under ``plan``. ``costs`` are as in :meth:`Heavier.after`."""
+    def add(self, plan: Plan, worker: int, costs: Costs, shares: Mapping[int, Share]) -> None:
+        """Take note that a rank of ``worker`` has run out under ``plan``; see :meth:`Heavier.after`."""
         before = self._before or self.known
-        found = before.after(plan, worker, costs)
+        found = before.after(plan, worker, costs, shares)
         self._before, self._plans_help = before, self._plans_help and found is not None
         self._workers.add(worker)
         if found is not None:  # of ranks that run out together each tells of the same plan
@@ -136,4 +140,8 @@ class _Check:
         if not self.may_risk and takes_a_risk(found, previous):
             with contextlib.suppress(LayersLost):  # without them the job would end
                 check_living(previous, set(alive) - self.workers)
-                raise PlanInfeasible("with so little memory some layers would have a single holder")
+                alone = sorted({layer for layers in found.alone().values() for layer in layers})
+                raise PlanInfeasible(
+                    f"with so little memory {layer_names(alone, len(found.holders))} would have a single holder, "
+                    "whose loss would end the job"
+                )

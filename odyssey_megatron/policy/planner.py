@@ -24,6 +24,7 @@ from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy import redundancy, replacing
+from odyssey_megatron.policy.case import worker_shares
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.heavier import Shortages
 from odyssey_megatron.policy.history import History
@@ -310,8 +311,8 @@ class PolicyPlanner:
         mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
         return next_loss_s(alone / len(left.ranks), restart_s, 1.0, mtbf_s, away_s)
 
-    def ran_out(self, plan: Plan, worker: int) -> None:
-        self._shortages.add(plan, worker, self._learned.costs)
+    def ran_out(self, plan: Plan, worker: int, state: ClusterState) -> None:
+        self._shortages.add(plan, worker, self._learned.costs, worker_shares(state))
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)

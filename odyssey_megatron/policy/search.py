@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.names import lengths_text
+from odyssey_megatron.names import lengths_text, size_text
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.gathers import least_late_s, weights_late_s
 from odyssey_megatron.plan.layout import Route, layout_from_routes
@@ -279,4 +279,5 @@ class Search:
         stages, spans = min(stages, self.splits.most_stages), costs.spans
         ends = Splits(costs).split(stages) or ()
         need = max(spans.kept_bytes(a, b) + spans.activation_bytes(a, b) for a, b in pairwise((0, *ends)))
-        return f"a pipeline of {stages} stage(s) needs {need} bytes a worker, {self.splits.budget} are there"
+        needs, has = size_text(need), size_text(self.splits.budget or 0)
+        return f"a pipeline of {stages} stage(s) needs {needs} a worker, and {has} may be used"

@@ -7,17 +7,21 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.cluster.events import RankDied, RankJoined
-from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.cluster.state import Share, apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.memory import per_rank
+from odyssey_megatron.policy.heavier import Heavier
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import preset_profile, uniform_costs
 from tests.plan.second import Second, held_bytes
 from tests.policy.test_risk import JOB
+from tests.policy.test_share import COSTS, SMALL, computing, returned
 
 PROFILE = preset_profile("llama2-7b", "a100")
+BYTES = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
 START = initial_state(nodes=(0,) * 16)
 
 
@@ -71,7 +75,7 @@ def test_plans_fit_at_last(times, is_known, dead, at_once):
         tries += 1
         assert tries <= 20, "more in a row would end the job"
         for worker in full[:at_once]:
-            planners[0].ran_out(plan, worker)
+            planners[0].ran_out(plan, worker, state)
         try:
             plan = planners[0].decide(state, plan, 100.0).plan
         except PlanInfeasible:  # the job goes on without these ranks
@@ -95,13 +99,28 @@ def test_the_plan_behind_whose_step_a_rank_is_filled_goes_by_it_too():
     home = planner.start(job, initial_state(nodes=(0,) * 4), to_json(Profile(costs=costs))).plan
     plan = planner.decide(state, home, 100.0).plan
     for worker in too_full(plan, true, 80):
-        planner.ran_out(plan, worker)
+        planner.ran_out(plan, worker, state)
     plan = planner.decide(state, plan, 100.0).plan
     back = apply(state, RankJoined(rank=3, node=0, incarnation=1))
     target = planner.decide(back, plan, 200.0).plan
     fill = planner.towards(back, plan, target)
     assert fill.policy == "fill"
     assert [too_full(one, true, 80) for one in (plan, fill, target)] == [[], [], []]
+
+
+def test_of_a_smaller_cell_its_own_ranks_are_what_has_run_out():
+    """After it the same plan would need as much as a rank is taken to have needed, and not more or less."""
+    memory_bytes, shares = 100_000, {SMALL: Share(0.5)}
+    layers = [replace(one, **{name: 1000 * getattr(one, name) for name in BYTES}) for one in COSTS.layers]
+    costs = replace(COSTS, layers=tuple(layers), memory_bytes=memory_bytes)
+    plan = returned(0.5, costs=costs, memory_bytes=memory_bytes)[1].plan
+    assert SMALL in computing(plan)
+    known = Heavier().after(plan, SMALL, costs, shares).applied(costs)
+    peaks = Second(plan.schedule.to_text(), known, {}, plan.layout.copies).peak_bytes(
+        held_bytes(plan.layout, known)
+    )
+    needed = dict(per_rank(tuple(peaks.items()), shares, plan.layout, known))[SMALL]
+    assert needed == pytest.approx(memory_bytes / 0.85, rel=0.01)
 
 
 def test_at_last_no_plan_helps():
@@ -111,7 +130,7 @@ def test_at_last_no_plan_helps():
     with pytest.raises(PlanInfeasible):  # noqa: PT012
         while tries < 40:
             tries += 1
-            planner.ran_out(plan, 15)
+            planner.ran_out(plan, 15, START)
             plan = planner.decide(START, plan, 100.0).plan
     assert tries < 40
     assert planner.decide(START, plan, 100.0).plan, "what was tried is taken back"

@@ -122,7 +122,9 @@ def test_memory_shapes_the_split():
     assert Splits(costs).split(3) == (3, 5, 8)
     assert Splits(costs, 26).split(3) == (3, 6, 8)
     assert Splits(costs, 20).split(3) is None
-    with pytest.raises(PlanInfeasible, match=r"3 stage\(s\) needs \d+ bytes a worker, 20 are there"):
+    with pytest.raises(
+        PlanInfeasible, match=r"3 stage\(s\) needs \d+ bytes a worker, and 20 bytes may be used"
+    ):
         Search(costs, 20).shape(3, 4, 1)
 
 

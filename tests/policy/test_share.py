@@ -32,9 +32,9 @@ COSTS = uniform_costs(12, ends=True)
 SMALL = 4
 
 
-def returned(share, *, memory_bytes=None, speed=1.0):
+def returned(share, *, costs=COSTS, memory_bytes=None, speed=1.0):
     """What is decided once worker 4, of two pipelines of four stages, is back with ``share`` of its ranks."""
-    costs = replace(COSTS, memory_bytes=memory_bytes)
+    costs = replace(costs, memory_bytes=memory_bytes)
     spec, state, profile = job(4, 24, 14), initial_state(nodes=(0,) * 8), Profile(costs=costs)
     home = initial_plan(spec, state, profile)
     common = {
