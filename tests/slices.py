@@ -12,8 +12,8 @@ from collections.abc import Iterable
 E2E = "tests/e2e/test_"
 DRAWS: tuple[tuple[str, ...], ...] = (
     *2 * ((f"{E2E}matrix.py",),),
-    *3 * ((f"{E2E}exactness.py",),),
-    *2 * ((f"{E2E}resume.py",),),
+    *2 * ((f"{E2E}exactness.py",),),
+    (f"{E2E}resume.py",),
     (f"{E2E}two_speed.py",),
     (f"{E2E}rejoin.py",),
     (f"{E2E}storms.py",),
@@ -21,8 +21,8 @@ DRAWS: tuple[tuple[str, ...], ...] = (
     (f"{E2E}expert_parallel.py",),
     (f"{E2E}tensor_parallel.py",),
     (f"{E2E}megatron.py",),
-    *2 * ((f"{E2E}apart.py", f"{E2E}corruption.py", f"{E2E}out_of_memory.py", f"{E2E}visits.py"),),
-    *2 * ((f"{E2E}experts.py", f"{E2E}future.py", f"{E2E}tied.py"),),
+    (f"{E2E}apart.py", f"{E2E}corruption.py", f"{E2E}out_of_memory.py", f"{E2E}visits.py"),
+    (f"{E2E}experts.py", f"{E2E}future.py", f"{E2E}tied.py"),
     (
         f"{E2E}shrinking.py",
         f"{E2E}readmit.py",
@@ -36,13 +36,11 @@ DRAWS: tuple[tuple[str, ...], ...] = (
         "tests/execute/test_emulated.py",
         "tests/surroundings/test_hosts.py",
     ),
-    *2
-    * (
-        ("tests/launch/test_nodes.py", "tests/launch/test_survival.py", "tests/surroundings/test_signals.py"),
-    ),
-    *5 * (("tests/mcore/test_parts.py",),),
+    ("tests/launch/test_nodes.py", "tests/launch/test_survival.py", "tests/surroundings/test_signals.py"),
+    *3 * (("tests/mcore/test_parts.py",),),
+    *3 * (("tests/mcore/test_host_waits.py",),),
     *2 * (("tests/mcore/test_slots.py",),),
-    *4 * (("tests/te/test_modules.py",),),
+    *2 * (("tests/te/test_modules.py",),),
     *2 * (("tests/policy/test_heavier.py",),),
     (
         "tests/strict/test_cells.py::test_a_smaller_cell_becomes_whole_again",

@@ -228,7 +228,7 @@ def damaged_journals(draw: Any, lines: list[dict[str, Any]]) -> bytes:
     return draw(torn(b"\n".join(rows) + b"\n"))
 
 
-@amounts(150)
+@amounts(80)
 def test_journals(journal, tmp_path, examples):
     file = tmp_path / f"run{SCRIPT.replace('/', '')}" / "journal" / "rank0.jsonl"
     file.parent.mkdir(parents=True)
@@ -252,7 +252,7 @@ def test_journals(journal, tmp_path, examples):
     assert len(read) > examples / 10
 
 
-@amounts(2, 300)
+@amounts(1, 300)
 def test_journals_with_pictures(journal, tmp_path, examples):
     file = tmp_path / "run" / "journal" / "rank0.jsonl"
     file.parent.mkdir(parents=True)

@@ -212,6 +212,7 @@ class OdysseyAgent(LocalElasticAgent):
             ranks.add(worker.global_rank, worker.local_rank, process, first_incarnation())
             journal.event("rank_started", target=worker.global_rank, pid=process.pid, host=host_name())
         verdict = VerdictWatch(watch)
+        requests = Requests(os.environ["ODYSSEY_JOB"], node)
         lease_s, port = launch.config.node_lease_s, group.master_port
         assert port is not None
         host = HostOfJob(lease_s)
@@ -224,7 +225,6 @@ class OdysseyAgent(LocalElasticAgent):
         others = tuple(range(0 if launch.config.job_host else 1, nodes))
         who, hosts = f"the agent of node {node}", self._hosting is not None
         ask = Asking(launch.on_signal, journal, who=who, hosts=hosts, others=others, ends=lambda: host.ends)
-        requests = Requests(os.environ["ODYSSEY_JOB"], node)
 
         def heed() -> None:
             ask.heed(ranks, verdict, control)

@@ -50,7 +50,7 @@ class Requests:
     def __init__(self, job: str, node: int):
         """``job``: the name that is on each line of the job's journal."""
         self._name = _name(job, node)
-        self._socket: socket.socket | None = None
+        self._socket = self._listening()
 
     def answer(self, do: Callable[[Request], str]) -> None:
         """Answer what has been asked since the last call.
@@ -59,10 +59,7 @@ class Requests:
             do: Does what a request asks for, and returns what to tell who has asked. It raises ConfigError for what
                 cannot be.
         """
-        if self._socket is None:
-            # A stopped agent of the same node, which this one has replaced, has the name until it ends.
-            with contextlib.suppress(OSError):
-                self._socket = _socket(self._name)
+        self._socket = self._socket or self._listening()
         if self._socket is None:
             return
         for _ in range(_AT_ONCE):
@@ -77,6 +74,12 @@ class Requests:
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
+
+    def _listening(self) -> socket.socket | None:
+        """Return the socket; None while a stopped agent of the same node, which this one has replaced, has its name."""
+        with contextlib.suppress(OSError):
+            return _socket(self._name)
+        return None
 
 
 def _answered(text: bytes, uid: int, do: Callable[[Request], str]) -> _Answer | None:

@@ -77,7 +77,9 @@ def load_profile(path: str | Path) -> Profile:
     Raises:
         ConfigError: it is missing, or not a profile.
     """
-    path = Path(path) / "profile.json" if Path(path).is_dir() else path
+    path = (
+        Path(path) / "profile.json" if os.path.isdir(path) else path
+    )  # no OSError for a name that is too long
     try:
         return _plausible(from_json(Profile, read_text(path)))
     except ValueError as error:

@@ -15,7 +15,7 @@ from tests.e2e.test_rejoin import members, plans
 from tests.e2e.test_shrinking import CONTEXT, GANG, SEQUENCE, SPENT, UNEVEN, lost, trained
 from tests.launch.jobserver import events, wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300)]
 
 
 def played(
@@ -65,7 +65,6 @@ def test_a_rank_that_was_given_up_is_back_in_the_first_plan(jobs, reference, nam
     assert members(shot)[-1] == 4
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("cells", [SEQUENCE, CONTEXT, GANG], ids=["tensor", "context", "gang"])
 def test_a_smaller_cell_is_whole_again(jobs, undisturbed, name, cells, capsys):
     def act(folder: Path) -> None:
@@ -97,7 +96,6 @@ def pids(folder: Path, rank: int) -> list[int]:
     return [event["pid"] for event in events(folder, "rank_started") if event["target"] == rank]
 
 
-@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_a_gang_that_lacks_two_is_whole_with_the_second(jobs, undisturbed, name, capsys):
     """Rank 5 is given up, and plays where rank 7 was; then rank 6 is. The first to be back stands by until the gang

@@ -18,8 +18,8 @@ def main() -> None:
 
     def build_with_less(session: Session, *args: Any) -> Any:
         model = build(session, *args)
-        room = model.tensors_to_fill
-        model.tensors_to_fill = lambda layer, part, *span: {
+        room = model.transfer.tensors_to_fill
+        model.transfer.tensors_to_fill = lambda layer, part, *span: {
             name: one
             for name, one in room(layer, part, *span).items()
             if not name.endswith("momentum_buffer")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.mcore.forked import printed
+from tests.mcore.forked import asked, printed
 
 pytest.importorskip("torch")
 
@@ -36,12 +36,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: Any) -> dict[str, list[list[str]]]:
-    cases = {name: changes for name, (changes, _) in CASES.items()}
+def found(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, list[list[str]]]:
+    cases = {name: changes for name, (changes, _) in asked(request, CASES).items()}
     lines = printed("tests.mcore.host_waits", tmp_path_factory.mktemp("waits"), cases).splitlines()
     return {name: waits for name, *waits in map(json.loads, lines)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_for_its_device_at_the_agreement_alone(found, case):
     _, megatrons = CASES[case]

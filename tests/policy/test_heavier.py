@@ -123,6 +123,7 @@ def test_of_a_smaller_cell_its_own_ranks_are_what_has_run_out():
     assert needed == pytest.approx(memory_bytes / 0.85, rel=0.01)
 
 
+@pytest.mark.matrix
 def test_at_last_no_plan_helps():
     planner = PolicyPlanner(OdysseyConfig())
     plan = planner.start(JOB, START, to_json(PROFILE)).plan

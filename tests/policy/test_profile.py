@@ -78,6 +78,11 @@ def test_nothing_measured_changes_nothing():
     assert calibrate(LLAMA, [seen(0, 2, 1.0, samples=0)]) is LLAMA
 
 
+def test_a_name_that_is_too_long_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_profile("x" * 5000)
+
+
 def test_file_round_trip(tmp_path):
     path = tmp_path / "profile.json"
     LLAMA.save(path)

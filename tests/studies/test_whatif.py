@@ -296,7 +296,7 @@ def test_pipelines_are_of_cells_and_not_of_ranks(capsys, sizes, said):
 
 
 def test_a_distributed_optimizer_makes_room(capsys):
-    flags = "--cluster 8x8 --model llama2-70b --pipeline-model-parallel-size 16 --width 0 --kill 2:3".split()
+    flags = "--cluster 2x8 --model llama3-8b --pipeline-model-parallel-size 2 --width 0 --kill 1:3".split()
     with pytest.raises(ConfigError, match="does not fit"):
         main_plan(flags)
     assert main_plan([*flags, "--use-distributed-optimizer"]) == 0
