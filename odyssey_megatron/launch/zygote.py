@@ -187,11 +187,13 @@ class _Server:
         # Signals are for the launcher, with which this ends. They are blocked, not ignored: a fork must still get those
         # that were sent before it could handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+        # Ranks get theirs. By --odyssey a patched Megatron-LM would take this process for one that lacks its variables.
+        sys.argv = sys.argv[:1]
         try:
             for module in self._modules:
                 importlib.import_module(module)
             _check_single_thread()
-        except Exception as error:  # noqa: BLE001 - a foreign module may raise anything; the launcher reports it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a foreign module raises the launcher reports
             self._send(error=f"{type(error).__name__}: {error}")
             return 1
         gc.collect()

@@ -123,6 +123,21 @@ def test_a_module_that_cannot_be_imported():
         Zygote.spawn(["no.such.module"], {**os.environ, "PYTHONPATH": str(CHECKOUT)})
 
 
+@pytest.mark.parametrize(
+    ("line", "why"), [("sys.exit('it ends')", "SystemExit: it ends"), ("1 / 0", "ZeroDivision")]
+)
+def test_a_module_that_ends_the_process(tmp_path, line, why):
+    (tmp_path / "ends.py").write_text(f"import sys\n{line}\n")
+    with pytest.raises(ConfigError, match=why):
+        Zygote.spawn(["ends"], {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}"})
+
+
+def test_the_launcher_s_arguments_are_not_for_the_modules(tmp_path):
+    """A patched Megatron-LM would find ``--odyssey`` there, and that this process is no rank."""
+    (tmp_path / "looks.py").write_text("import sys\nassert len(sys.argv) == 1, sys.argv\n")
+    Zygote.spawn(["looks"], {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}).close()
+
+
 def test_a_module_that_starts_threads(tmp_path):
     (tmp_path / "threads.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
