@@ -173,7 +173,8 @@ def per_rank(
     """Return the peak bytes of each worker's own ranks, from ``peak_bytes`` as if all workers were whole cells."""
     if not shares:
         return peak_bytes
-    state, beside = state_bytes(layout, costs), beside_activations(layout, costs, shares)
+    state = state_bytes(layout, costs)
+    beside = _beside_activations(state, _message_bytes(layout, costs), shares)
     return tuple(
         (worker, ceil((size - state[worker] + beside[worker]) / shares.get(worker, WHOLE_CELL).ranks))
         for worker, size in peak_bytes

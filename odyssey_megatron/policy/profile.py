@@ -77,9 +77,8 @@ def load_profile(path: str | Path) -> Profile:
     Raises:
         ConfigError: it is missing, or not a profile.
     """
-    path = (
-        Path(path) / "profile.json" if os.path.isdir(path) else path
-    )  # no OSError for a name that is too long
+    if os.path.isdir(path):  # where Path.is_dir raises OSError for a name that is too long
+        path = Path(path) / "profile.json"
     try:
         return _plausible(from_json(Profile, read_text(path)))
     except ValueError as error:

@@ -385,6 +385,14 @@ def pids(run, rank):
     return [event["pid"] for event in events(run, "rank_started") if event["target"] == rank]
 
 
+def until_given_up(run, rank):
+    """Kills each process of ``rank``, which may be started again once."""
+    for count in (1, 2):
+        wait_for(lambda count=count: len(pids(run, rank)) == count, 20, "the next process")
+        os.kill(pids(run, rank)[-1], signal.SIGKILL)
+    wait_for(lambda: events(run, "given_up"), 20, f"rank {rank} to be given up")
+
+
 @pytest.mark.usefixtures("server")
 def test_readmit_into_a_running_job(toy, tmp_path, capsys):
     """The toy's ranks do not join: the last process of rank 2 waits until the job ends."""
@@ -393,10 +401,7 @@ def test_readmit_into_a_running_job(toy, tmp_path, capsys):
     wait_for(lambda: len(events(run, "recovered")) == 4, 20, "all ranks in their groups")
     said = refused(capsys, run, "--rank", "2")
     assert f"rank 2 is alive (pid {pids(run, 2)[0]}), and was not given up" in said
-    for count in (1, 2):
-        wait_for(lambda count=count: len(pids(run, 2)) == count, 20, "the next process")
-        os.kill(pids(run, 2)[-1], signal.SIGKILL)
-    wait_for(lambda: events(run, "given_up"), 20, "rank 2 to be given up")
+    until_given_up(run, 2)
     assert cli.main(["readmit", str(run), "--rank", "2"]) == 0
     assert capsys.readouterr().out.startswith(f"rank 2 starts (pid {pids(run, 2)[2]}) on GPU 2 of ")
     assert "rank 2 is alive" in refused(capsys, run, "--rank", "2")
@@ -410,10 +415,7 @@ def test_readmit_on_another_node_than_the_job_s_host(server, tmp_path, capsys):
     run, flags = tmp_path / "run", ("--odyssey-respawn", 1)
     jobs = start(server, tmp_path, ("two nodes", "two nodes"), *flags)
     wait_for(lambda: len(events(run, "recovered")) == 4, 30, "all ranks in their groups")
-    for count in (1, 2):
-        wait_for(lambda count=count: len(pids(run, 3)) == count, 20, "the next process")
-        os.kill(pids(run, 3)[-1], signal.SIGKILL)
-    wait_for(lambda: events(run, "given_up"), 20, "rank 3 to be given up")
+    until_given_up(run, 3)
     assert cli.main(["readmit", str(run), "--rank", "3"]) == 0
     assert capsys.readouterr().out.startswith(f"rank 3 starts (pid {pids(run, 3)[2]}) on GPU 1 of gpu1; ")
     (given_up,) = events(run, "given_up")
