@@ -16,7 +16,7 @@ from odyssey_megatron.inputs import printable
 
 def run_and_end() -> NoReturn:
     """Run the command as a process, and exit with its code."""
-    from odyssey_megatron.launch.ending import exit_with
+    from odyssey_megatron.launch.process.ending import exit_with
 
     exit_with(main)
 
@@ -108,9 +108,9 @@ def _simulate(argv: list[str]) -> int:
 
 
 def _inject(argv: list[str]) -> int:
-    from odyssey_megatron.launch import by_hand
+    from odyssey_megatron.launch import inject
 
-    return by_hand.main(argv)
+    return inject.main(argv)
 
 
 def _readmit(argv: list[str]) -> int:

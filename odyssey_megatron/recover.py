@@ -3,7 +3,7 @@
     failure event -> ClusterState -> decide() -> Plan -> rebuild -> execute -> measurements -> Profile -> (decide)
        launch/        cluster/       policy/     plan/   rebuild/   execute/     execute/      policy/
 
-Only the coordinator (``launch/coordinator.py``) decides: it applies each event to the ``ClusterState``, has
+Only the coordinator (``launch/coordinator/coordinator.py``) decides: it applies each event to the ``ClusterState``, has
 ``policy/decide.py`` find and verify the best plan for that state, and publishes both as a new ``Generation``. Every
 rank has a :class:`Recovery`, which enters the newest generation, works until that generation ends, and enters the
 next. Starting a job and recovering from a failure are the same code.
@@ -43,7 +43,7 @@ steps. TRAIN is also the last phase of a rank that finishes."""
 
 
 class Control(Protocol):
-    """This rank's connection to the coordinator (implemented in ``launch/member.py``)."""
+    """This rank's connection to the coordinator (implemented in ``launch/rank/member.py``)."""
 
     def next_generation(self, after: int, *, why: str = "") -> Generation:
         """Wait for a generation newer than ``after`` and return it.

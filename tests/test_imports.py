@@ -66,8 +66,8 @@ ALLOWED: dict[str, set[str]] = {
 """Design section 3 as a table: package or module -> what it may import besides itself."""
 
 IMPORTED_WITHOUT_TORCH = (
-    *sorted(PURE), "studies", "upstream", "recover", "watch", "cli", "patch", "doctor", "launch/heartbeat",
-    "launch/inject",
+    *sorted(PURE), "studies", "upstream", "recover", "watch", "cli", "patch", "doctor", "launch/process/heartbeat",
+    "launch/rank/injector",
 )  # fmt: skip
 NEEDS_MATPLOTLIB = {"odyssey_megatron.metrics.plots"}
 

@@ -21,7 +21,7 @@ from odyssey_megatron.doctor import communicators, environment, flags, launch_li
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Host, Job, Package
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import printable
-from odyssey_megatron.launch import leftovers
+from odyssey_megatron.launch.process import leftovers
 from odyssey_megatron.upstream.source import Source
 
 _USAGE = """usage: odyssey doctor [--json] [--verbose] [PATH] [FLAG ...]

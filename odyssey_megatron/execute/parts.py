@@ -97,7 +97,7 @@ class Model(Protocol):
 
 
 class Member(Protocol):
-    """The part of ``launch/member.py`` that steps need."""
+    """The part of ``launch/rank/member.py`` that steps need."""
 
     rank: int
     incarnation: int

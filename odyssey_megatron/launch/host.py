@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING
 from odyssey_megatron.cluster.events import Ask
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import line, run_folder, tap
-from odyssey_megatron.launch.asking import Asking
-from odyssey_megatron.launch.control import Control
-from odyssey_megatron.launch.open_files import allow_many
-from odyssey_megatron.launch.signals import Received, heeded_behind
-from odyssey_megatron.launch.verdict import JobVerdict, VerdictWatch
+from odyssey_megatron.launch import line
+from odyssey_megatron.launch.agent.asking import Asking
+from odyssey_megatron.launch.process import run_folder, tap
+from odyssey_megatron.launch.process.open_files import allow_many
+from odyssey_megatron.launch.process.signals import Received, heeded_behind
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import Control
+from odyssey_megatron.launch.wire.verdict import JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 
 if TYPE_CHECKING:
-    from odyssey_megatron.launch.hosting import Hosting
+    from odyssey_megatron.launch.agent.hosting import Hosting
 
 _LOOK_MS = 200
 _NOWHERE = (
@@ -55,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
         on_signal = line.on_signal(config, nodes, args.training_script_args)
         run_folder.prepare(Path(config.run_dir))
         with heeded_behind():
-            from odyssey_megatron.launch.admission import Admission
-            from odyssey_megatron.launch.hosting import Hosting
+            from odyssey_megatron.launch.agent.hosting import Hosting
+            from odyssey_megatron.launch.wire.admission import Admission
             from odyssey_megatron.policy.planner import PolicyPlanner
 
         hosting = Hosting(config, PolicyPlanner(config), os.environ.get("ODYSSEY_TOKEN", ""), here=None)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, Between, Parser
-from odyssey_megatron.launch import signals
+from odyssey_megatron.launch.process import signals
 
 if TYPE_CHECKING:
-    from odyssey_megatron.launch.admission import Meeting
+    from odyssey_megatron.launch.wire.admission import Meeting
 
 _NODES = Between(1, 100_000, whole=True)
 _PER_NODE = Between(1, 1024, whole=True)
@@ -197,7 +197,7 @@ def meeting(args: Any, config: OdysseyConfig, *, nodes: int, token: str, hosts: 
     Args:
         hosts: Whether this is ``odyssey host``, which hosts the job and is none of its nodes.
     """
-    from odyssey_megatron.launch.admission import Meeting
+    from odyssey_megatron.launch.wire.admission import Meeting
 
     node = args.node_rank
     if apart := config.job_host:

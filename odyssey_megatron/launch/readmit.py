@@ -9,7 +9,7 @@ from typing import Any
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between, Parser, printable
-from odyssey_megatron.launch import requests
+from odyssey_megatron.launch.wire import requests
 from odyssey_megatron.metrics.journal import clock, read_journal
 
 _AGENT = re.compile(r"[\w-]{1,60}/agent\d{1,6}", re.ASCII)

@@ -10,9 +10,10 @@ from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.launch import line, run_folder, signals, tap
-from odyssey_megatron.launch.open_files import allow_many
-from odyssey_megatron.launch.zygote import Zygote, prepare_environment
+from odyssey_megatron.launch import line
+from odyssey_megatron.launch.process import run_folder, signals, tap
+from odyssey_megatron.launch.process.open_files import allow_many
+from odyssey_megatron.launch.process.zygote import Zygote, prepare_environment
 
 _ENTRY = "odyssey_megatron.mcore.entry"
 
@@ -77,8 +78,8 @@ def _launch(
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.launcher import api
 
-        from odyssey_megatron.launch import admission, local_rendezvous
-        from odyssey_megatron.launch.agent import Launch, OdysseyAgent
+        from odyssey_megatron.launch.agent.agent import Launch, OdysseyAgent
+        from odyssey_megatron.launch.wire import admission, local_rendezvous
         from odyssey_megatron.policy.planner import PolicyPlanner
 
     if config.mode != "off":  # the entry module brings Odyssey into an unmodified Megatron-LM script

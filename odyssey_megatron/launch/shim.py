@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
-from odyssey_megatron.launch.signals import HANDLED
+from odyssey_megatron.launch.process.signals import HANDLED
 
 _LOOK_EVERY_S = 5.0
 _FAREWELL_S = 10.0
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     where = (address, port)
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=120)}
     if hosts:
-        from odyssey_megatron.launch.admission import hosted_store
+        from odyssey_megatron.launch.wire.admission import hosted_store
 
         try:
             store = hosted_store(*where, config_from_argv(argv).bind, **options)

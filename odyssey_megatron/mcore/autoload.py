@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, MegatronIncompatible
-from odyssey_megatron.launch import environment, refusing, shim
+from odyssey_megatron.launch import shim
+from odyssey_megatron.launch.rank import environment, refusing
 
 
 def wanted() -> bool:

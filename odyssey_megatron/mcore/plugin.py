@@ -36,10 +36,10 @@ from odyssey_megatron.errors import (
     Superseded,
     Unsound,
 )
-from odyssey_megatron.launch.ending import will_exit_with
-from odyssey_megatron.launch.environment import journal_of
-from odyssey_megatron.launch.inject import Injector
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.process.ending import will_exit_with
+from odyssey_megatron.launch.rank.environment import journal_of
+from odyssey_megatron.launch.rank.injector import Injector
+from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.mcore import device
 from odyssey_megatron.mcore.checks import check_rates, check_samples
 from odyssey_megatron.mcore.estimate import estimate, experts_work

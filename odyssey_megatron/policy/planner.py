@@ -71,7 +71,7 @@ class PolicyPlanner:
     """Makes decisions with ``policy.decide`` and the job's profile, which is kept up to date with what the ranks
     measure.
 
-    It is the coordinator's ``Planner``; ``launch/planner.py`` says what its methods do.
+    It is the coordinator's ``Planner``; ``launch/coordinator/planner.py`` says what its methods do.
     """
 
     def __init__(self, config: OdysseyConfig):

@@ -29,7 +29,7 @@ from odyssey_megatron.rebuild.registry import register
 
 
 class MemberLike(Protocol):
-    """The part of ``launch.member.Member`` that building groups needs."""
+    """The part of ``launch/rank/member.py`` that building groups needs."""
 
     @property
     def rank(self) -> int: ...

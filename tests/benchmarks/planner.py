@@ -47,12 +47,12 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import coordinator as coordinator_module
-from odyssey_megatron.launch import generations
-from odyssey_megatron.launch.control import Control, EventReader
-from odyssey_megatron.launch.coordinator import Coordinator
-from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+from odyssey_megatron.launch.coordinator import coordinator as coordinator_module
+from odyssey_megatron.launch.coordinator.coordinator import Coordinator
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire import generations
+from odyssey_megatron.launch.wire.control import Control, EventReader
+from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.groups import group_members

@@ -38,9 +38,9 @@ from odyssey_megatron.execute.interpreter import Needs
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.execute.reduction import Summands
-from odyssey_megatron.launch.environment import journal_of
-from odyssey_megatron.launch.inject import Injector
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.rank.environment import journal_of
+from odyssey_megatron.launch.rank.injector import Injector
+from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.plan.gathers import gather_order, gather_s
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.reductions import buckets

@@ -18,9 +18,9 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, add_arguments, config_from
 from odyssey_megatron.errors import JobStopped
 from odyssey_megatron.execute.rank import RankRuntime
-from odyssey_megatron.launch.environment import journal_of
-from odyssey_megatron.launch.inject import Injector
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.rank.environment import journal_of
+from odyssey_megatron.launch.rank.injector import Injector
+from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.policy.estimate import AttentionShape, Precision, estimated_profile
 from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group

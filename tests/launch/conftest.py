@@ -17,7 +17,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 @pytest.fixture
 def rendezvous():
-    from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+    from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 
     return LocalRendezvous("test")
 
@@ -26,7 +26,7 @@ def rendezvous():
 def connect(rendezvous):
     """A connection to a real store, which lives as long as the test."""
     from odyssey_megatron.errors import ControlPlaneLost
-    from odyssey_megatron.launch.control import Control
+    from odyssey_megatron.launch.wire.control import Control
 
     address = rendezvous.next_rendezvous().bootstrap_store_info
 

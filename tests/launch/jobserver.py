@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odyssey_megatron.launch.zygote import ForkedProcess, Zygote
+from odyssey_megatron.launch.process.zygote import ForkedProcess, Zygote
 from odyssey_megatron.metrics.journal import read_journal
 
 CHECKOUT = Path(__file__).resolve().parents[2]

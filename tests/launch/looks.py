@@ -7,7 +7,7 @@ from pathlib import Path
 
 from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
-from odyssey_megatron.launch.rebalancing import Rebalancing
+from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.metrics.journal import Journal
 from tests.policy.test_history import planner_of
 

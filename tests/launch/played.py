@@ -14,12 +14,12 @@ from odyssey_megatron.cluster.events import (
 )
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import generations
-from odyssey_megatron.launch.control import Control, EventReader
-from odyssey_megatron.launch.coordinator import Coordinator
-from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
-from odyssey_megatron.launch.planner import Decided
+from odyssey_megatron.launch.coordinator.coordinator import Coordinator
+from odyssey_megatron.launch.coordinator.planner import Decided
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire import generations
+from odyssey_megatron.launch.wire.control import Control, EventReader
+from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.generation import Message
 from odyssey_megatron.plan.layout import Layout

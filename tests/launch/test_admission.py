@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.launch import admission
-from odyssey_megatron.launch.admission import Admission, Meeting, _Doorkeeper, _Hosts, _only_from, ask
-from odyssey_megatron.launch.lost_host import connections_to
+from odyssey_megatron.launch.wire import admission
+from odyssey_megatron.launch.wire.admission import Admission, Meeting, _Doorkeeper, _Hosts, _only_from, ask
+from odyssey_megatron.launch.wire.lost_host import connections_to
 
 
 def passes(program: bytes, address: str, family: int) -> bool:

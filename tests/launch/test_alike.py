@@ -7,9 +7,9 @@ import time
 import pytest
 
 from odyssey_megatron.errors import EXIT_ALIKE
-from odyssey_megatron.launch import alike
-from odyssey_megatron.launch.alike import KnownSince, is_shared
-from odyssey_megatron.launch.verdict import after_training
+from odyssey_megatron.launch.rank import alike
+from odyssey_megatron.launch.rank.alike import KnownSince, is_shared
+from odyssey_megatron.launch.wire.verdict import after_training
 
 
 def error():

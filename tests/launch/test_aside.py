@@ -12,11 +12,11 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis, Verdict
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.launch.aside import Aside
-from odyssey_megatron.launch.offers import Offers
-from odyssey_megatron.launch.reactions import JobState
-from odyssey_megatron.launch.rebalancing import Rebalancing
-from odyssey_megatron.launch.replacing import Replacing
+from odyssey_megatron.launch.coordinator.aside import Aside
+from odyssey_megatron.launch.coordinator.offers import Offers
+from odyssey_megatron.launch.coordinator.reactions import JobState
+from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
+from odyssey_megatron.launch.coordinator.replacing import Replacing
 from odyssey_megatron.metrics.journal import Journal, read_journal
 from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.policy.test_decide import PROFILE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.launch.attention import TRIES, Attention
+from odyssey_megatron.launch.rank.attention import TRIES, Attention
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import odyssey_megatron
 from odyssey_megatron import cli
 from odyssey_megatron.config import OdysseyConfig, flag_of
-from odyssey_megatron.launch import by_hand
+from odyssey_megatron.launch import inject
 from odyssey_megatron.metrics import journal
 from odyssey_megatron.metrics.journal import Journal
 from tests.launch.jobserver import events, wait_for
@@ -39,7 +39,7 @@ def test_inject_into_an_unknown_rank(tmp_path, capsys):
 
 def test_inject_spares_a_process_that_got_the_pid_later(tmp_path, capsys, monkeypatch):
     Journal(tmp_path / "run", source="agent0").event("rank_started", target=0, pid=1)
-    monkeypatch.setattr(by_hand, "_started_s", lambda pid: float("inf"))
+    monkeypatch.setattr(inject, "_started_s", lambda pid: float("inf"))
     assert cli.main(["inject", str(tmp_path / "run"), "--rank", "0"]) == 2
     assert "is not running" in capsys.readouterr().err
 

@@ -9,11 +9,11 @@ import pytest
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import Fenced
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.attention import Attention
-from odyssey_megatron.launch.company import Company
-from odyssey_megatron.launch.control import Control
-from odyssey_megatron.launch.watch import Watch
+from odyssey_megatron.launch.rank.attention import Attention
+from odyssey_megatron.launch.rank.company import Company
+from odyssey_megatron.launch.rank.watch import Watch
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import Control
 
 
 @pytest.fixture

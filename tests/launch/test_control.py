@@ -11,10 +11,10 @@ from odyssey_megatron.cluster.events import RankDied, Retry, event_to_jsonable
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ControlPlaneLost
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.control import EVENTS, Control, EventReader
-from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.rank.member import Member
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import EVENTS, Control, EventReader
+from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 
 EVENT = Retry(rank=1, generation=2, reason="why")
 

@@ -13,9 +13,9 @@ from odyssey_megatron.cluster.events import (
     Retry,
 )
 from odyssey_megatron.errors import EXIT_FENCED, ConfigError, LayersLost, PlanInfeasible
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import offer_tries
-from odyssey_megatron.launch.control import EVENTS
+from odyssey_megatron.launch.coordinator import offer_tries
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import EVENTS
 from odyssey_megatron.plan.generation import Finished, Generation
 from odyssey_megatron.plan.layout import Layout
 from tests.launch.played import PLAN, Job

@@ -11,15 +11,15 @@ from textwrap import dedent
 import pytest
 
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.attention import Attention
-from odyssey_megatron.launch.watch import Watch
+from odyssey_megatron.launch.rank.attention import Attention
+from odyssey_megatron.launch.rank.watch import Watch
+from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.plan.generation import Finished
 
 SCRIPT = """
     import atexit, sys, threading, time
 
-    from odyssey_megatron.launch.ending import will_exit_with
+    from odyssey_megatron.launch.process.ending import will_exit_with
 
     class Slow:
         def __del__(self):  # an interpreter's last part

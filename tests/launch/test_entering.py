@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("torch")
 
 from odyssey_megatron.errors import ControlPlaneLost, Superseded
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.attention import Attention
-from odyssey_megatron.launch.control import Control
-from odyssey_megatron.launch.entering import Entering, Role, concerns, part_in
-from odyssey_megatron.launch.watch import Watch
+from odyssey_megatron.launch.rank.attention import Attention
+from odyssey_megatron.launch.rank.entering import Entering, Role, concerns, part_in
+from odyssey_megatron.launch.rank.watch import Watch
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.plan.generation import Generation
 from tests.plan.test_wire import planned
 

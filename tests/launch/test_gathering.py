@@ -14,9 +14,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
-from odyssey_megatron.launch import gathering
-from odyssey_megatron.launch.admission import ask
-from odyssey_megatron.launch.gathering import gather
+from odyssey_megatron.launch.agent import gathering
+from odyssey_megatron.launch.agent.gathering import gather
+from odyssey_megatron.launch.wire.admission import ask
 from tests.launch.jobserver import CHECKOUT, Job, free_port, wait_for
 
 

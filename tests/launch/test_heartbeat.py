@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 
-from odyssey_megatron.launch import leftovers
-from odyssey_megatron.launch.heartbeat import Heartbeat, HeartbeatBoard
+from odyssey_megatron.launch.process import leftovers
+from odyssey_megatron.launch.process.heartbeat import Heartbeat, HeartbeatBoard
 
 
 def test_a_rank_that_beats_is_not_silent():

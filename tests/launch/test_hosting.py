@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import hosting as module
-from odyssey_megatron.launch.hosting import Hosting
-from odyssey_megatron.launch.verdict import JobVerdict
+from odyssey_megatron.launch.agent import hosting as module
+from odyssey_megatron.launch.agent.hosting import Hosting
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.verdict import JobVerdict
 
 
 @pytest.fixture

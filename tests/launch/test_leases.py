@@ -10,9 +10,9 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from odyssey_megatron.cluster.events import NodeLost, RankJoined
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.agent import OdysseyAgent
-from odyssey_megatron.launch.leases import HostOfJob, Leases, beats
+from odyssey_megatron.launch.agent.agent import OdysseyAgent
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.leases import HostOfJob, Leases, beats
 from tests.launch.jobserver import events, wait_for
 from tests.launch.played import Job
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from odyssey_megatron.launch.lifeline import Lifeline, exit_code
+from odyssey_megatron.launch.process.lifeline import Lifeline, exit_code
 
 ENDS = {
     "killed": (lambda: time.sleep(60), -signal.SIGKILL),

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_FENCED, EXIT_LEFT_OUT
-from odyssey_megatron.launch.lives import ANEW, Lives
+from odyssey_megatron.launch.agent.lives import ANEW, Lives
 
 KILLED = -signal.SIGKILL
 

@@ -11,10 +11,10 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.launch.offers import Offers
-from odyssey_megatron.launch.reactions import JobState, Recover, published, react
-from odyssey_megatron.launch.rebalancing import Rebalancing
-from odyssey_megatron.launch.replacing import Replacing
+from odyssey_megatron.launch.coordinator.offers import Offers
+from odyssey_megatron.launch.coordinator.reactions import JobState, Recover, published, react
+from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
+from odyssey_megatron.launch.coordinator.replacing import Replacing
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.profile import Profile

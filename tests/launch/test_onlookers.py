@@ -7,7 +7,7 @@ import socket
 import urllib.error
 import urllib.request
 
-from odyssey_megatron.launch.onlookers import page_token
+from odyssey_megatron.launch.agent.onlookers import page_token
 from tests.launch.jobserver import wait_for
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from odyssey_megatron.launch.open_files import check_many
+from odyssey_megatron.launch.process.open_files import check_many
 from tests.launch.jobserver import CHECKOUT
 
 

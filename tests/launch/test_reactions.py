@@ -20,7 +20,7 @@ from odyssey_megatron.cluster.events import (
 )
 from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.errors import EXIT_FENCED
-from odyssey_megatron.launch.reactions import (
+from odyssey_megatron.launch.coordinator.reactions import (
     Answer,
     Forget,
     JobState,
@@ -29,7 +29,7 @@ from odyssey_megatron.launch.reactions import (
     published,
     react,
 )
-from odyssey_megatron.launch.verdict import JobVerdict
+from odyssey_megatron.launch.wire.verdict import JobVerdict
 from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from tests.launch.played import PLAN
 

@@ -17,11 +17,11 @@ pytest.importorskip("torch")
 from odyssey_megatron import cli
 from odyssey_megatron.cluster.places import Places
 from odyssey_megatron.errors import EXIT_LEFT_OUT, ConfigError
-from odyssey_megatron.launch import requests
-from odyssey_megatron.launch.ranks import Ranks
-from odyssey_megatron.launch.readmitting import outlook, slot_of
-from odyssey_megatron.launch.requests import Request, Requests
-from odyssey_megatron.launch.signals import Received
+from odyssey_megatron.launch.agent.ranks import Ranks
+from odyssey_megatron.launch.agent.readmission import outlook, slot_of
+from odyssey_megatron.launch.process.signals import Received
+from odyssey_megatron.launch.wire import requests
+from odyssey_megatron.launch.wire.requests import Request, Requests
 from odyssey_megatron.metrics import journal
 from odyssey_megatron.metrics.journal import Journal, read_journal
 from tests.launch.jobserver import events, wait_for

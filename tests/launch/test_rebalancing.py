@@ -13,8 +13,8 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.diagnosis.lasting import LINK_S, remaining_s
 from odyssey_megatron.diagnosis.timings import Timings
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict, diagnose
-from odyssey_megatron.launch.rebalancing import Rebalancing
-from odyssey_megatron.launch.slow_workers import changes
+from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
+from odyssey_megatron.launch.coordinator.slow_workers import changes
 from odyssey_megatron.metrics.journal import Journal, read_journal
 from odyssey_megatron.policy.measured import Measured
 from odyssey_megatron.policy.profile import Observation

@@ -10,7 +10,7 @@ from odyssey_megatron.cluster.events import RankJoined
 from odyssey_megatron.cluster.state import apply, initial_state, offer_generation, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.launch.replacing import Replacing
+from odyssey_megatron.launch.coordinator.replacing import Replacing
 from odyssey_megatron.metrics.journal import Journal, read_journal
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.replacing import Price

@@ -14,10 +14,10 @@ from odyssey_megatron.cluster.places import ComesBack, Move, Places, completed, 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_FENCED
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.control import Control
-from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
-from odyssey_megatron.launch.respawn import Respawn
+from odyssey_megatron.launch.agent.respawn import Respawn
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import Control
+from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal, read_journal
 
 EIGHT = {rank: rank for rank in range(8)}

@@ -11,7 +11,7 @@ from odyssey_megatron.cluster.state import apply
 from odyssey_megatron.diagnosis.links import Links, LinkVerdict
 from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
-from odyssey_megatron.launch.rebalancing import Rebalancing
+from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.metrics.journal import Journal, read_journal
 from odyssey_megatron.policy.case import with_links
 from odyssey_megatron.policy.links import waits_s

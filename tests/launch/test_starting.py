@@ -14,11 +14,11 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError, ControlPlaneLost
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch import starting
-from odyssey_megatron.launch.control import Control
-from odyssey_megatron.launch.hosting import Hosting
-from odyssey_megatron.launch.starting import Starting
+from odyssey_megatron.launch.agent.hosting import Hosting
+from odyssey_megatron.launch.rank import starting
+from odyssey_megatron.launch.rank.starting import Starting
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import Control
 from tests.launch.toy import posted_job
 
 JOB, PROFILE = posted_job(pipeline=2, steps=3)

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from odyssey_megatron.launch.tap import _Tap
+from odyssey_megatron.launch.process.tap import _Tap
 from tests.launch.jobserver import wait_for
 from tests.launch.test_survival import check
 
 PRINTS = """
 import os, sys, time
-from odyssey_megatron.launch import tap
+from odyssey_megatron.launch.process import tap
 with tap.before(1, 2):
     for line in range({lines}):
         print(f"line {{line}} {{'x' * 1000}}", flush=True)

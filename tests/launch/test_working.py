@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from odyssey_megatron.launch.ranks import Fence, _Process
-from odyssey_megatron.launch.working import Work, _threads
+from odyssey_megatron.launch.agent.ranks import Fence, _Process
+from odyssey_megatron.launch.process.working import Work, _threads
 
 HANG_S, WORKS_S = 0.8, 2.4
 SILENT = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
-from odyssey_megatron.launch.zygote import Zygote, prepare_environment
+from odyssey_megatron.launch.process.zygote import Zygote, prepare_environment
 from tests.launch.jobserver import CHECKOUT, wait_for
 from tests.launch.test_survival import is_running
 

@@ -24,10 +24,10 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import add_arguments, config_from
 from odyssey_megatron.errors import ConfigError, Fenced, JobStopped, PeerFailed, Superseded
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.environment import journal_of
-from odyssey_megatron.launch.inject import Injector
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.rank.environment import journal_of
+from odyssey_megatron.launch.rank.injector import Injector
+from odyssey_megatron.launch.rank.member import Member
+from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.policy.estimate import AttentionShape, Precision, estimated_profile
 from odyssey_megatron.rebuild.groups import BURYING, build_groups, init_default_group
 

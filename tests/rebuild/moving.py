@@ -12,7 +12,7 @@ import torch
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import TensorsDiffer
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.slices import Span, elements

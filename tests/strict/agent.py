@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from odyssey_megatron.cluster.events import RankDied
-from odyssey_megatron.launch.respawn import Respawn
+from odyssey_megatron.launch.agent.respawn import Respawn
 from tests.strict.control import Coordinator, Journal
 from tests.strict.machine import this_host
 

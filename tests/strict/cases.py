@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from odyssey_megatron.launch.reactions import JobState
+from odyssey_megatron.launch.coordinator.reactions import JobState
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner

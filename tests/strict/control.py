@@ -22,13 +22,15 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ControlPlaneLost, LayersLost, OdysseyError
 from odyssey_megatron.execute import prepare
-from odyssey_megatron.launch import company, generations, member, reactions, watch
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.offers import Offers
-from odyssey_megatron.launch.reactions import Answer, Forget, JobState, Recover
-from odyssey_megatron.launch.rebalancing import Rebalancing
-from odyssey_megatron.launch.replacing import Replacing
-from odyssey_megatron.launch.verdict import JobVerdict
+from odyssey_megatron.launch.coordinator import reactions
+from odyssey_megatron.launch.coordinator.offers import Offers
+from odyssey_megatron.launch.coordinator.reactions import Answer, Forget, JobState, Recover
+from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
+from odyssey_megatron.launch.coordinator.replacing import Replacing
+from odyssey_megatron.launch.rank import company, member, watch
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire import generations
+from odyssey_megatron.launch.wire.verdict import JobVerdict
 from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.planner import PolicyPlanner
@@ -53,7 +55,7 @@ class Journal:
 
 
 class Store:
-    """``launch.control.Control`` of all processes, which cannot lose it."""
+    """``launch/wire/control.py`` of all processes, which cannot lose it."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -108,7 +110,7 @@ class Store:
 
 
 class Coordinator:
-    """``launch/coordinator.py``, which hears of what happens whenever the machine lets it.
+    """``launch/coordinator/coordinator.py``, which hears of what happens whenever the machine lets it.
 
     Args:
         aim: where the job is to go once it trains, from the plan it starts with.

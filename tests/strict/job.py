@@ -23,8 +23,8 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_FENCED, ControlPlaneLost, Fenced, JobStopped
 from odyssey_megatron.execute.rank import RankRuntime
-from odyssey_megatron.launch.control import observations_key
-from odyssey_megatron.launch.reactions import JobState
+from odyssey_megatron.launch.coordinator.reactions import JobState
+from odyssey_megatron.launch.wire.control import observations_key
 from odyssey_megatron.plan.communicators import Needs, communicators
 from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.plan import Plan

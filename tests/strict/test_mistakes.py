@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from odyssey_megatron.launch import member  # noqa: E402
+from odyssey_megatron.launch.rank import member  # noqa: E402
 from odyssey_megatron.plan.schedule import Op  # noqa: E402
 from tests.strict import communicators, machine  # noqa: E402
 from tests.strict.cases import TIGHT, case, changing, healthy  # noqa: E402

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from odyssey_megatron.launch.awake import Awake
+from odyssey_megatron.launch.wire.awake import Awake
 from tests.launch.jobserver import events, pid_of, wait_for
 from tests.launch.test_nodes import start
 from tests.launch.test_survival import check, committed, decided, is_running

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.launch import leftovers
-from odyssey_megatron.launch.heartbeat import HeartbeatBoard
+from odyssey_megatron.launch.process import leftovers
+from odyssey_megatron.launch.process.heartbeat import HeartbeatBoard
 from tests.launch.jobserver import CHECKOUT, events, pid_of, wait_for
 
 KILL = ("--odyssey-inject", "rank=2,step=20,at=backward")

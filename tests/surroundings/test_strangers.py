@@ -16,11 +16,11 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rend
 
 from odyssey_megatron.cluster.events import RankDied, RankJoined
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.launch import control as keys
-from odyssey_megatron.launch.admission import Admission, Meeting, ask, bind_c10d
-from odyssey_megatron.launch.control import Control, EventReader
-from odyssey_megatron.launch.leases import Leases, beats
-from odyssey_megatron.launch.local_rendezvous import LocalRendezvous
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.admission import Admission, Meeting, ask, bind_c10d
+from odyssey_megatron.launch.wire.control import Control, EventReader
+from odyssey_megatron.launch.wire.leases import Leases, beats
+from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from tests.launch.jobserver import free_port, wait_for
 from tests.surroundings.recorder import Recorder
 

@@ -15,7 +15,7 @@ import pytest
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.launch.onlookers import Onlookers, page_token
+from odyssey_megatron.launch.agent.onlookers import Onlookers, page_token
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.live import live
 from odyssey_megatron.watch import serve

@@ -22,7 +22,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import check_world
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError
-from odyssey_megatron.launch.inject import Injector
+from odyssey_megatron.launch.rank.injector import Injector
 from odyssey_megatron.mcore.loop import (
     arguments,
     checkpoint,

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model.optimizer import Origin
 from odyssey_megatron.plan.groups import WORLD, groups_of_cell

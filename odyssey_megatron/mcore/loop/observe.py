@@ -2,7 +2,7 @@
 made.
 
 A rank only sends heartbeats and reports what is trained; groups, schedule and steps are Megatron's own. The coordinator
-says what would be done about a failure (``launch/coordinator.py``).
+says what would be done about a failure (``launch/coordinator/coordinator.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import OdysseyError
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.mcore.loop import arguments
 from odyssey_megatron.upstream import compat, refusals, seam_table, seams
 

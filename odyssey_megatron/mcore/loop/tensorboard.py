@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from odyssey_megatron.launch.member import Member
+from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.metrics.outlet import Outlet
 
 _KEPT = 2

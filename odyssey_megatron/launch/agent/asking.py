@@ -1,0 +1,109 @@
+"""Decide what a signal to an agent means for its job."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+from odyssey_megatron.cluster.events import Ask
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.errors import EXIT_AS_ASKED
+from odyssey_megatron.launch.process.signals import Received
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import Control
+from odyssey_megatron.launch.wire.verdict import TERMINATE_S, JobVerdict, VerdictWatch
+from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.outlet import say
+
+
+class Ranks(Protocol):
+    """The part of the ranks of the agent's node that is needed here."""
+
+    signals: Received
+
+    @property
+    def listen(self) -> bool:
+        """Whether any rank has joined the job. Otherwise nobody reads what the ranks are asked."""
+        ...
+
+    def ask(self, what: Ask) -> None: ...
+
+    def give_up(self) -> None:
+        """Report the ranks as dead, as they are to be killed. So nobody waits for the end of this node's lease."""
+        ...
+
+
+class Asking:
+    """Turns signals into requests to the ranks.
+
+    The first signal asks for what ``how`` says. The second one ends the job at once; or, if only this node was to
+    leave, it ends this node's part in the job, as batch systems that take a node away send two signals.
+
+    If no rank of this node listens (none is left, or they are about to join), the ranks of other nodes are asked to
+    end.
+
+    Args:
+        how: ``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``.
+        who: The process that gets the signals, as shown to the user.
+        hosts: Whether that process also hosts the job, so that it stays when its ranks leave.
+        others: Nodes that are to hear of an end, besides the one where the job is hosted.
+        ends: Says whether an agent whose own ranks do not listen has been asked to end the job.
+    """
+
+    def __init__(
+        self,
+        how: str,
+        journal: Journal,
+        *,
+        who: str,
+        hosts: bool,
+        others: tuple[int, ...],
+        ends: Callable[[], bool],
+    ):
+        self._how, self._journal, self._who, self._hosts, self._others = how, journal, who, hosts, others
+        self._ends = ends
+        self._asked, self._told = Ask.NOTHING, False
+        """What the ranks were asked for, and whether a signal has come here. The ranks may be asked without a signal
+        here, when the end was requested elsewhere.
+        """
+
+    def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
+        for number in ranks.signals.take():
+            if (final := self._heed_signal(number, ranks, control)) is not None:
+                verdict.give(final)
+                return
+        if self._asked == Ask.NOTHING and self._ends():
+            self._asked = Ask.END
+            ranks.ask(Ask.END)
+        if self._asked == Ask.LEAVE and not ranks.listen and not self._hosts:
+            verdict.give(JobVerdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))
+
+    def _heed_signal(self, number: signal.Signals, ranks: Ranks, control: Control) -> JobVerdict | None:
+        """Ask the ranks for what this signal asks for; return a verdict if it ends the job here at once."""
+        first, self._told = not self._told, True
+        how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
+        self._journal.event("asked", signal=number.name, how=how, echo=True)
+        if how == "stop" and self._asked == Ask.LEAVE and not self._hosts:
+            why = f"this node leaves the job at once, as {number.name} has come again to {self._who}."
+            say(f"[odyssey] {why}")
+            ranks.give_up()
+            return JobVerdict(code=128 + number, why=why, terminate_s=0.0)
+        if how == "stop":
+            why = f"the job was ended by {number.name} to {self._who}."
+            say(f"[odyssey] {why}")
+            self._journal.event("job_finished", verdict=why, exit_code=128 + number)
+            final = JobVerdict(
+                code=128 + number, why=why, terminate_s=TERMINATE_S if first else 0.0, nodes=self._others
+            )
+            control.put_first(keys.VERDICT, to_json(final))
+            return final
+        if self._asked == Ask.NOTHING:
+            self._asked = Ask.LEAVE if how == "leave" else Ask.END
+        what = "this node leaves the job" if self._asked == Ask.LEAVE else "the job ends"
+        second = "lets it do so" if self._asked == Ask.LEAVE and not self._hosts else "ends the job"
+        say(f"[odyssey] {number.name}: {what} behind the step at hand. A second signal {second} at once.")
+        ranks.ask(self._asked)
+        if self._asked == Ask.END:
+            control.put(keys.END, "")  # the ranks of this node may only be standing by, and not listen
+        return None

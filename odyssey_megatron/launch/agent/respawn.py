@@ -1,0 +1,311 @@
+"""Starts dead ranks of a node again: anew if the job has not begun; otherwise they join it.
+
+A rank that is killed before it has met any other, and before there is a plan, is not missed by the others, who still
+wait for all ranks. It is started anew in its own place, with or without ``--odyssey-respawn``.
+
+A rank that has used up its starts (``lives.py``) is given up, and so is its GPU as far as this agent can tell; see
+``places.py``. People who know that the GPU works again say so (``odyssey readmit``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.places import ComesBack, Move, Places, numbers
+from odyssey_megatron.codec import from_json
+from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.errors import EXIT_FENCED, ConfigError
+from odyssey_megatron.launch.agent.lives import ANEW, AT_MOST_S, Lives
+from odyssey_megatron.launch.agent.readmission import Readmitted, outlook, slot_of
+from odyssey_megatron.launch.process.forking import forking
+from odyssey_megatron.launch.process.zygote import Zygote
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.control import Control
+from odyssey_megatron.metrics.journal import Journal, host_name
+from odyssey_megatron.metrics.outlet import say
+
+
+def forget_smaller(control: Control, ranks: Sequence[int]) -> None:
+    """Have the cells of ``ranks`` begin as whole cells: their node is a new one, which has lost no rank."""
+    if (job := _job(control)) is not None:
+        for worker in {rank // job.cell_size for rank in ranks}:
+            control.put(keys.places_key(worker), "0")
+
+
+def _job(control: Control) -> JobSpec | None:
+    """Return the job, or None before its ranks have posted it."""
+    if not control.has([keys.JOB]):
+        return None
+    return from_json(JobSpec, json.loads(control.get(keys.JOB))["job"])
+
+
+def first_incarnation() -> int:
+    """Return the incarnation of the processes that were started with this agent."""
+    return int(os.environ.get("ODYSSEY_INCARNATION", "0"))
+
+
+class Respawn:
+    """Decides which ranks of a node start again, and starts them: each at most ``config.respawn`` times in a running
+    job.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        control: Control,
+        config: OdysseyConfig,
+        zygote: Zygote | None,
+        journal: Journal,
+    ):
+        """``context`` is torch elastic's, of the processes that were started first."""
+        self._context, self._control, self._zygote, self._journal = context, control, zygote, journal
+        self._config, self._shrinks = config, config.shrink == "auto"
+        self._lives = Lives(config.respawn, config.store_timeout_s, time.monotonic())
+        self._places = Places({int(env["RANK"]): slot for slot, env in context.envs.items()})
+        self._due: list[tuple[float, int]] = []
+        """(when, rank) for each rank that is to be started."""
+        self.wanted: set[int] = set()
+        """Slots whose processes must end, to make room for another rank."""
+        self._running = set(context.envs)
+        """Slots that have a running process."""
+        self._incarnations: dict[int, int] = {}
+        """Rank -> incarnation, for ranks that have been started again."""
+        self._put_off: set[int] = set()
+        """Ranks that could not be started when they were due, of which people have been told."""
+        self._carried_out: dict[int, str] = {}
+        """Worker -> the value of its ``keys.comes_back_key`` that has been carried out."""
+
+    def unmissed(self, rank: int, code: int) -> bool:
+        """Whether the end of ``rank`` with ``code`` need not be reported, as it starts anew before the job begins."""
+        if not self._lives.may_begin_anew(rank, code, time.monotonic()):
+            return False
+        world_size = int(next(iter(self._context.envs.values()))["WORLD_SIZE"])
+        planned = self._control.has([keys.digest_key(one) for one in range(world_size)])
+        if planned or self._control.has([keys.met_key(rank)]):
+            return False
+        times = self._lives.begin_anew(rank)
+        say(
+            f"[odyssey] rank {rank} was ended by signal {-code} before the job began: it is started anew ({times} of "
+            f"at most {ANEW} times)."
+        )
+        return True
+
+    def note_end(self, rank: int, slot: int, code: int, now_s: float) -> None:
+        """Note that ``rank`` ended in ``slot``, and arrange for what follows.
+
+        The rank is not started again if it has finished, was refused, has died too often, or had wrong numbers in this
+        slot twice.
+        """
+        self._running.discard(slot)
+        if not self._has_next(rank):
+            self._control.put(keys.here_key(rank), "")
+        if slot in self.wanted:
+            self.wanted.discard(slot)
+            return  # the rank that is to have the slot is in _due
+        if self._lives.is_over(rank, code):
+            return
+        if self._lives.was_wrong_before(slot, code):
+            say(f"[odyssey] rank {rank} was left out for wrong numbers before: it is not started again")
+        if code == EXIT_FENCED:
+            self._arrange(rank)
+        in_s = self._lives.next_in_s(rank, slot, code, now_s)
+        if in_s is not None:
+            self._due.append((now_s + in_s, rank))
+            return
+        self._places.lose(rank)
+        self._journal.event("given_up", target=rank, slot=slot, host=host_name(), echo=True)
+        say(
+            f"[odyssey] rank {rank} is given up, with GPU {slot} of {host_name()} (--odyssey-respawn "
+            f"{self._config.respawn}). Once that GPU works again: odyssey readmit {self._config.run_dir} --rank {rank}"
+        )
+        job = _job(self._control)
+        if job is None:
+            return
+        self._complete(now_s, job.cell_size)
+        for worker in self._places.broken(job.cell_size):
+            self._shrink(now_s, job, worker)
+
+    def readmit(self, rank: int, gpu: int | None, state: str, now_s: float) -> Readmitted:
+        """Arrange for a start on a GPU that works again: of the rank that was given up there, or of another one that is
+        without a GPU by now.
+
+        Args:
+            rank, gpu, state: As in :func:`slot_of`.
+
+        Raises:
+            ConfigError: ``rank`` was not given up, or the job starts no ranks again.
+        """
+        if not self._config.respawn:
+            raise ConfigError(
+                f"{state}. No rank of this job is started again, as it was started without --odyssey-respawn: start "
+                "the next one with it."
+            )
+        if waits_s := [at_s - now_s for at_s, one in self._due if one == rank]:
+            state = f"rank {rank} is started again by itself, in {max(*waits_s, 0.0):.1f} s"
+        slot, job = slot_of(rank, gpu, self._places.given_up, state), _job(self._control)
+        if job is None:
+            raise ConfigError("the job has not begun. Try again once it trains.")
+        starts, before = self._places.readmit(slot, job.cell_size)
+        worker = starts // job.cell_size
+        self._lives.readmit(starts, slot)
+        self._due.append((now_s, starts))
+        self._journal.event("readmitted", target=starts, slot=slot, host=host_name(), echo=True)
+        self._complete(now_s, job.cell_size)
+        now = self._places.size_left(worker, job.cell_size)
+        if now < job.cell_size:
+            self._shrink(now_s, job, worker)
+            now = self._places.size_left(worker, job.cell_size)
+        elif before:
+            self._control.put(keys.places_key(worker), "0")
+        lacks = job.cell_size - len(self._places.living(worker, job.cell_size))
+        cell = numbers(worker, job.cell_size)
+        return Readmitted(starts, slot, outlook(starts, cell, before=before, now=now, lacks=lacks))
+
+    def _has_next(self, rank: int) -> bool:
+        """Whether another agent has started a process of ``rank``: this agent stood still meanwhile, and is to end."""
+        known = self._incarnations.get(rank, first_incarnation())
+        with contextlib.suppress(ValueError):
+            said = self._control.peek(keys.here_key(rank)) or ""
+            return said.partition("/")[0] not in ("", str(known))
+        return False
+
+    def _complete(self, now_s: float, cell_size: int) -> None:
+        """Complete a broken cell: start its missing ranks in the places of another broken cell, if those suffice."""
+        moves, grown = self._places.complete(cell_size)
+        for move in moves:
+            self._start_in_place(move, now_s)
+        if grown is not None:
+            self._control.put(keys.places_key(grown), "0")
+
+    def _arrange(self, rank: int) -> None:
+        """Have the cell of ``rank`` come back in the shape that is wanted, if that is why it has left."""
+        job = _job(self._control)
+        if job is None or job.cell_size == 1:
+            return
+        worker, size = rank // job.cell_size, job.cell_size
+        text = self._control.peek(keys.comes_back_key(worker)) or ""
+        if not text or text == self._carried_out.get(worker):
+            return
+        self._carried_out[worker] = text
+        wanted, living = from_json(ComesBack, text), self._places.living(worker, size)
+        if not wanted.without:
+            if self._places.take_back(worker, size):
+                self._control.put(keys.places_key(worker), "0")
+            return
+        known = tuple(self._incarnations.get(one, first_incarnation()) for one in living)
+        running = all(one == rank or self._places.slot(one) in self._running for one in living)
+        if known != wanted.incarnations or not running or not self._places.is_all_here(worker, size):
+            return  # the cell has lost a rank before it could leave, and comes back as it was
+        if left := self._places.set_aside(worker, wanted.without, job.cell_sizes):
+            self._control.put(keys.places_key(worker), str(left))
+            ranks = list(numbers(worker, size)[:left])
+            self._journal.event("cell_shrinks", ranks=ranks, whole=size, echo=True)
+
+    def _shrink(self, now_s: float, job: JobSpec, worker: int) -> None:
+        """Have what is left of ``worker`` go on as a smaller cell, if it has to be another one than it is."""
+        ranks = numbers(worker, job.cell_size)
+        if not self._shrinks:
+            return
+        size = self._places.can_shrink(worker, job.cell_sizes)
+        living = self._places.living(worker, job.cell_size)
+        if self._places.too_few(worker, job.cell_sizes):
+            self._control.put(keys.places_key(worker), "0")
+        why = job.whole_cells_only or job.whole_shards_only
+        if why and living and len(living) < min(job.cell_sizes):
+            say(
+                f"[odyssey] ranks {living} of {list(ranks)} stand by, and do not go on as a smaller cell: {why}"
+            )
+        if not size or not self._places.is_all_here(worker, job.cell_size):
+            return
+        self._control.put(keys.places_key(worker), str(size))
+        for move in self._places.shrink(worker, job.cell_sizes):
+            self._start_in_place(move, now_s)
+        left = list(ranks[:size])
+        self._journal.event("cell_shrinks", ranks=left, whole=job.cell_size, echo=True)
+        rest = self._places.living(worker, job.cell_size)[size:]
+        if rest and job.even_gangs_only:
+            say(
+                f"[odyssey] ranks {rest} stand by, as a gang of this job goes on only with as many ranks as divide "
+                f"{job.cell_size}: {job.even_gangs_only}"
+            )
+
+    def _start_in_place(self, move: Move, now_s: float) -> None:
+        """Start the missing rank in place of the spare, as soon as the process of the spare, if any, has ended."""
+        waits = [one for one in self._due if one[1] == move.spare]
+        self._due = [one for one in self._due if one[1] != move.spare]
+        if not waits:
+            self.wanted.add(move.slot)
+        self._due.append((now_s, move.missing))
+        self._lives.moves(move.missing)
+        self._journal.event("place_taken", target=move.missing, spare=move.spare, echo=True)
+
+    def due(self, now_s: float) -> list[tuple[int, int]]:
+        """Return (rank, slot) of each rank that is to be started now."""
+        ready = [
+            one for one in self._due if one[0] <= now_s and self._places.slot(one[1]) not in self._running
+        ]
+        self._due = [one for one in self._due if one not in ready]
+        return [(rank, self._places.slot(rank)) for _, rank in ready]
+
+    def begin(self, rank: int, slot: int, now_s: float) -> tuple[int, int]:
+        """Note that a process of ``rank`` begins in ``slot``; return the number of its log, and its incarnation."""
+        number, missed = self._lives.start(rank, now_s)
+        self._incarnations[rank] = missed + first_incarnation()
+        self._running.add(slot)
+        return number, self._incarnations[rank]
+
+    def start(self, rank: int, slot: int) -> tuple[Any, int]:
+        """Start a process of ``rank`` with the environment of ``slot``; return it and its incarnation.
+
+        Raises:
+            OSError: This node has no room for it; see :meth:`put_off`.
+        """
+        context = self._context
+        number, incarnation = self.begin(rank, slot, time.monotonic())
+        logs = [
+            f"{path}.{number}" if path else None for path in (context.stdouts[slot], context.stderrs[slot])
+        ]
+        names = {
+            "RANK": str(rank),
+            "ODYSSEY_INCARNATION": str(incarnation),
+            "ODYSSEY_CELL_SIZE": str(self._smaller_size(rank)),
+        }
+        with forking(self._zygote):
+            handler = multiprocessing_api.get_subprocess_handler(
+                entrypoint=context.entrypoint,
+                args=context.args[slot],
+                env={**context.envs[slot], **names},
+                stdout=logs[0] or "",
+                stderr=logs[1] or "",
+                local_rank_id=slot,
+                numa_options=None,
+            )
+        process = handler.proc
+        self._put_off.discard(rank)
+        self._journal.event("rank_started", target=rank, pid=process.pid, host=host_name(), echo=True)
+        return process, incarnation
+
+    def put_off(self, rank: int, slot: int, why: OSError, now_s: float) -> None:
+        """Start ``rank``, which could not be started in ``slot`` now, later. This uses up none of its starts."""
+        self._running.discard(slot)
+        self._lives.never_began(rank)
+        self._due.append((now_s + AT_MOST_S, rank))
+        if rank not in self._put_off:
+            say(
+                f"[odyssey] rank {rank} cannot be started again: {why.strerror}. The job goes on without it; this is "
+                f"tried again every {AT_MOST_S:.0f} s. Make room on {host_name()}: for files (ulimit -Hn), for "
+                "processes and threads (ulimit -Hu, pids.max of the cgroup), or in its memory."
+            )
+        self._put_off.add(rank)
+
+    def _smaller_size(self, rank: int) -> int:
+        job = _job(self._control) if self._places.has_smaller else None
+        return 0 if job is None else self._places.size_of(rank, job.cell_size)

@@ -1,0 +1,1 @@
+"""What concerns one process of a machine, whatever its job: signals, locks, heartbeats, output, forks."""

@@ -1,0 +1,153 @@
+"""Which of the generations that a rank hears of it enters next."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+
+from odyssey_megatron.errors import ControlPlaneLost, Fenced, JobStopped, Superseded
+from odyssey_megatron.launch.rank.watch import Watch
+from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire import generations
+from odyssey_megatron.launch.wire.control import Control
+from odyssey_megatron.plan.generation import Finished, Generation, Stop
+
+_RETRY_AFTER_S, _LOOK_S = 0.5, 0.01
+
+
+class Role(enum.Enum):
+    """The part that a process has in a generation."""
+
+    MEMBER = "member"
+    WAITS = "waits"
+    """It holds no state yet. A recovery goes on without it, and it is offered a place afterwards."""
+    LEFT = "left"
+    """It is no longer a member: declared dead, or slow and replaced, or its cell has lost a rank or is to be whole."""
+    REPLACED = "replaced"
+    """Another process has taken its rank by now."""
+
+
+def part_in(generation: Generation, rank: int, incarnation: int) -> Role:
+    """Return the part that process number ``incarnation`` of ``rank`` has in ``generation``."""
+    if dict(generation.incarnations).get(rank, 0) != incarnation:
+        return Role.REPLACED
+    if rank in generation.members:
+        return Role.MEMBER
+    return Role.WAITS if rank in generation.fresh else Role.LEFT
+
+
+def concerns(offered: Generation, rank: int, incarnation: int) -> bool:
+    """Whether this process takes part in preparing an ``offered`` generation.
+
+    It does so also if it leaves with it between two steps: all current members agree on when that is.
+    """
+    return part_in(offered, rank, incarnation) in (Role.MEMBER, Role.LEFT)
+
+
+class Entering:
+    """Waits for the generations that one process enters.
+
+    Args:
+        ask_retry: called with a generation's number and a reason, to ask for the next one.
+        fenced: called with number and reason of the generation that goes on without this rank, or of the job's end.
+        first_within_s: how long to wait for the first generation.
+        next_within_s: how long to wait for each later one.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        incarnation: int,
+        control: Control,
+        watch: Watch,
+        ask_retry: Callable[[int, str], None],
+        fenced: Callable[[int, str], None],
+        first_within_s: float,
+        next_within_s: float,
+    ):
+        self._rank, self._incarnation, self._control, self._watch = rank, incarnation, control, watch
+        self._ask_retry, self._fenced = ask_retry, fenced
+        self._first_within_s, self._next_within_s = first_within_s, next_within_s
+
+    def next_generation(self, after: int, timeout_s: float | None = None, *, why: str = "") -> Generation:
+        """See ``Member.next_generation``."""
+        if not self._watch.settled:
+            return self._offered_after(after)
+        if timeout_s is None:
+            timeout_s = self._next_within_s if after else self._first_within_s
+        ends_s, message = time.monotonic() + timeout_s, None
+        while message is None:
+            self.await_newer(after, why, ends_s - time.monotonic())
+            after, text = self._watch.newest()
+            message = generations.read(text, self._rank, self._control)
+        if isinstance(message, Stop):
+            raise JobStopped(message.why, message.code)
+        if isinstance(message, Finished):
+            raise self._left_behind(message.number, "finished")
+        match part_in(message, self._rank, self._incarnation):
+            case Role.MEMBER:
+                return message
+            case Role.WAITS:
+                self._watch.settled = False
+                return self._offered_after(message.number)
+        raise self._left_behind(message.number, message.why, message.dead)
+
+    def await_newer(self, after: int, why: str, timeout_s: float | None = None) -> None:
+        """Wait for a generation after ``after``, and ask for one if none comes soon; the first is not asked for.
+
+        Raises ControlPlaneLost if none comes in time.
+        """
+        timeout_s = self._next_within_s if timeout_s is None else timeout_s
+        ends_s = time.monotonic() + timeout_s
+        if after and not self._watch.await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
+            self._ask_retry(after, why or f"no newer generation within {_RETRY_AFTER_S} s")
+        if not self._watch.await_newer(after, ends_s - time.monotonic()):
+            raise ControlPlaneLost(f"no generation after {after} within {timeout_s:.1f} s")
+
+    def let_in(self, generation: Generation) -> None:
+        """Let the ranks go on that join with offered ``generation``, which this older member has entered.
+
+        The lowest of the older members does so for all of them.
+        """
+        if self._rank == min({*generation.members} - {*generation.fresh}):
+            self._control.put(keys.entered_key(generation.number), "")
+
+    def await_others(self, number: int) -> None:
+        """Wait, as a rank that joins with offered generation ``number``, until the others have entered it, too.
+
+        They may first finish a step, an evaluation and a checkpoint, which can take longer than any timeout of groups.
+
+        Raises:
+            Superseded: the generation has come to nothing.
+        """
+        while not self._control.has([keys.entered_key(number)]):
+            if self._watch.await_end(number, _LOOK_S):
+                raise Superseded(f"generation {number} has ended")
+
+    def _offered_after(self, seen: int) -> Generation:
+        """Wait, without limit, for a generation after ``seen`` in which this process is offered a place."""
+        while True:
+            seen, text, is_offer = self._watch.await_any(seen)
+            message = generations.read(text, self._rank, self._control)
+            if isinstance(message, Stop):
+                raise JobStopped(message.why, message.code)
+            if isinstance(message, Finished):
+                raise JobStopped("the job finished first", 0)
+            if message is None:
+                continue
+            part = part_in(message, self._rank, self._incarnation)
+            if part is Role.MEMBER:
+                self._watch.take_offer(message.number)
+                return message
+            if not is_offer and part is not Role.WAITS:
+                raise self._left_behind(message.number, message.why, message.dead)
+
+    def _left_behind(self, number: int, why: str, dead: tuple[int, ...] | None = None) -> Fenced:
+        self._fenced(number, why)
+        lost = f" (lost: {list(dead)})" if dead is not None else ""
+        return Fenced(
+            f"generation {number} goes on without rank {self._rank}, which was declared dead or whose "
+            f"cell has lost a rank{lost}, or is to be whole again, or which is slow and replaced"
+        )
