@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from odyssey_megatron.errors import ControlPlaneLost, Fenced, JobStopped, PeerFailed, Superseded
-from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.sending.generation import Generation
 
 T = TypeVar("T")
 

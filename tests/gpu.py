@@ -28,7 +28,7 @@ from odyssey_megatron.doctor.launch_line import judged
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import read_run, summary
-from odyssey_megatron.policy.profile import load_profile
+from odyssey_megatron.policy.costs.profile import load_profile
 from tests import gpu_megatron_lm
 from tests.gpu_megatron_lm import BESIDE, ROUNDING, SHARED, Beside, commands
 from tests.gpu_processes import MARK, end, free_port

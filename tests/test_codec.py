@@ -11,7 +11,7 @@ import pytest
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.plan import Plan, Transfer
-from odyssey_megatron.plan.programs import Programs
+from odyssey_megatron.plan.scheduling.programs import Programs
 
 Rank = NewType("Rank", int)
 

@@ -33,8 +33,8 @@ from odyssey_megatron.faults import INJECTION_POINTS, Injection, Slowdown, SlowL
 from odyssey_megatron.metrics import page
 from odyssey_megatron.metrics.plots import Picture
 from odyssey_megatron.metrics.run import read_run, summary, text_summary
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.studies.trace import FailureTrace, read_trace
 from odyssey_megatron.watch import page as watch_page

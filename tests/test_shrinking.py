@@ -23,11 +23,11 @@ from odyssey_megatron.cluster.state import (
     without_fresh,
 )
 from odyssey_megatron.errors import EXIT_FENCED
-from odyssey_megatron.plan.generate import build_schedule
-from odyssey_megatron.plan.groups import group_members
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.placing.groups import group_members
 from odyssey_megatron.plan.plan import Plan, Transfer
-from odyssey_megatron.plan.programs import Programs
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.programs import Programs
 from tests.plan.samples import uniform_costs
 
 SIZE, WORKERS = 4, 3

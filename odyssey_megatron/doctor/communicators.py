@@ -8,10 +8,10 @@ from functools import partial
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.doctor.rows import OK, CheckRow, Host, Job
 from odyssey_megatron.inputs import Between
-from odyssey_megatron.plan.communicators import Needs, communicators
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.plan.redundancy import with_shadows
+from odyssey_megatron.plan.placing.communicators import Needs, communicators
+from odyssey_megatron.plan.placing.redundancy import with_shadows
 
 AREA = "communicators"
 _SIZE = Between(1, 100_000, whole=True)

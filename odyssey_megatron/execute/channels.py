@@ -19,7 +19,7 @@ from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.execute.held import Held, SlowLinks
 from odyssey_megatron.execute.ledger import Word
-from odyssey_megatron.plan.groups import WORLD, channel_name, moves_name
+from odyssey_megatron.plan.placing.groups import WORLD, channel_name, moves_name
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.schedule import SEND, Instr, Op
 from odyssey_megatron.rebuild.abort import wait_all
@@ -73,7 +73,7 @@ class NamedGroups(Protocol):
 
 
 class Channels:
-    """The messages of one worker in one generation, over its ``groups`` (``plan/groups.py``).
+    """The messages of one worker in one generation, over its ``groups`` (``plan/placing/groups.py``).
 
     Between cells of unlike size a rank may have several counterparts. Where each tensor-parallel rank has the
     whole of an activation, a rank receives it from the first of its counterparts, which all have the same.

@@ -10,8 +10,8 @@ from odyssey_megatron.execute.parts import Member
 from odyssey_megatron.execute.phases import WayBack
 from odyssey_megatron.execute.timing import Measurements, Trace
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.generation import Generation
-from odyssey_megatron.policy.measured import StepSeen
+from odyssey_megatron.plan.sending.generation import Generation
+from odyssey_megatron.policy.costs.measured import StepSeen
 from odyssey_megatron.recover import Phase
 
 

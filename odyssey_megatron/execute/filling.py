@@ -8,7 +8,7 @@ from collections.abc import Callable
 from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.parts import Model
 from odyssey_megatron.execute.regrouping import Regrouping
-from odyssey_megatron.plan.assignment import Assignment
+from odyssey_megatron.plan.sending.assignment import Assignment
 from odyssey_megatron.rebuild.transfer import Moving, Spreading
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from odyssey_megatron.policy.measured import LinkTimes
+from odyssey_megatron.policy.costs.measured import LinkTimes
 
 _UNKNOWN = LinkTimes(message_bytes=1, empty_s=1e-3, message_s=1e-3)
 """What is assumed on a rank that has come back, as it has not timed its link."""

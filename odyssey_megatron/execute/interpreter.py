@@ -17,9 +17,9 @@ from odyssey_megatron.execute.ledger import Ledger, Word, only_if
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.reduction import Reduction, Summands
 from odyssey_megatron.execute.timing import Trace
-from odyssey_megatron.plan.groups import Holders
-from odyssey_megatron.plan.resume import Visit
+from odyssey_megatron.plan.placing.groups import Holders
 from odyssey_megatron.plan.schedule import Instr, Op
+from odyssey_megatron.plan.scheduling.resume import Visit
 
 Passed = Callable[[int], None]
 """A callback that takes the number of a layer."""
@@ -353,7 +353,7 @@ class Interpreter:
 def _is_last(instr: Instr) -> bool:
     """Whether ``instr`` is of the kind that ends a program, where other workers wait for its sums only.
 
-    See ``plan/reductions.py``.
+    See ``plan/scheduling/reductions.py``.
     """
     return instr.op is Op.WEIGHT_GRAD or instr.op is Op.REDUCE_GRAD
 

@@ -1,6 +1,6 @@
 """How the survivors go on with a step that a failure has interrupted, once they know where they stand.
 
-What each worker has done of the step stays, where the new plan lets it (``plan/resume.py``). The survivors
+What each worker has done of the step stays, where the new plan lets it (``plan/scheduling/resume.py``). The survivors
 sum a table of that, and each works out the rest of its own program from the sum. Where that cannot be, all do
 the step again.
 """
@@ -16,9 +16,9 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.interpreter import Compute
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.resume import fits, rest, usable
 from odyssey_megatron.plan.schedule import Program
-from odyssey_megatron.plan.smaller import StepPlan
+from odyssey_megatron.plan.scheduling.resume import fits, rest, usable
+from odyssey_megatron.plan.scheduling.smaller import StepPlan
 
 
 class Rest(NamedTuple):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.execute.channels import Channels
-from odyssey_megatron.plan.groups import Holders
 from odyssey_megatron.plan.layout import Block, Layout
+from odyssey_megatron.plan.placing.groups import Holders
 from odyssey_megatron.plan.schedule import MESSAGE, SEND, Program
 
 HolderGroups = Callable[[int, int], Holders[dist.ProcessGroup | None]]

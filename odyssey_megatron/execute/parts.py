@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.interpreter import Compute, Sums
-from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.placing.slices import Span
 from odyssey_megatron.plan.schedule import Instr
-from odyssey_megatron.plan.slices import Span
+from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.rebuild.manifest import Tensors
 
 

@@ -6,7 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from odyssey_megatron.errors import OdysseyError
-from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.recover import NEXT, Phase
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from odyssey_megatron.execute.ledger import Word
-from odyssey_megatron.plan.resume import BEGINS, REACHES, Visit
 from odyssey_megatron.plan.schedule import Instr, Op
-from odyssey_megatron.plan.visits import BACKED
+from odyssey_megatron.plan.scheduling.resume import BEGINS, REACHES, Visit
+from odyssey_megatron.plan.scheduling.visits import BACKED
 
 MessageKey = tuple[Op, int, int]
 """The key of a message: (op of the send, microbatch, boundary)."""
@@ -41,8 +41,8 @@ class Progress:
 
     def __init__(self, num_microbatches: int, num_layers: int, *, keeps: bool, alone: bool = True):
         self.table = torch.zeros(num_microbatches, num_layers, dtype=torch.uint8)
-        """How far each visit is, in the code of ``plan/resume.py``; [microbatches, layers]. With words, it is
-        only up to date after :meth:`take_stock`.
+        """How far each visit is, in the code of ``plan/scheduling/resume.py``; [microbatches, layers]. With words, it
+        is only up to date after :meth:`take_stock`.
         """
         self._noted: list[_Noted] = []
         self.words: dict[MessageKey, torch.Tensor] = {}

@@ -37,10 +37,10 @@ from odyssey_megatron.execute.timing import DeviceTime, Measurements, OwnTime, S
 from odyssey_megatron.execute.training import Training, asking_for_less
 from odyssey_megatron.execute.votes import NUM_VOTES, Ballot
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.assignment import Assignment
-from odyssey_megatron.plan.generation import Generation
-from odyssey_megatron.plan.groups import WORLD, holder_groups
+from odyssey_megatron.plan.placing.groups import WORLD, holder_groups
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.assignment import Assignment
+from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.agree import Standing
 from odyssey_megatron.recover import Phase

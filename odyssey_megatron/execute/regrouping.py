@@ -12,10 +12,10 @@ from odyssey_megatron.errors import Superseded
 from odyssey_megatron.execute.parts import GroupBuilder, Groups, NoGroups
 from odyssey_megatron.execute.prepare import Offers, elected
 from odyssey_megatron.execute.votes import Votes
-from odyssey_megatron.plan import groups as membership
-from odyssey_megatron.plan.assignment import Assignment
-from odyssey_megatron.plan.generation import Generation
-from odyssey_megatron.plan.groups import WORLD
+from odyssey_megatron.plan.placing import groups as membership
+from odyssey_megatron.plan.placing.groups import WORLD
+from odyssey_megatron.plan.sending.assignment import Assignment
+from odyssey_megatron.plan.sending.generation import Generation
 
 
 class Regrouping:

@@ -18,8 +18,8 @@ from odyssey_megatron.execute.suspects import Exchange, renumbered
 from odyssey_megatron.execute.timing import Measurements, Trace
 from odyssey_megatron.execute.votes import NUM_VOTES
 from odyssey_megatron.names import step_name
-from odyssey_megatron.plan.assignment import Assignment
 from odyssey_megatron.plan.schedule import Program
+from odyssey_megatron.plan.sending.assignment import Assignment
 
 
 class StepAtHand:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.execute import cores
 from odyssey_megatron.execute.neighbours import Exchanged, Neighbours, Summed
-from odyssey_megatron.plan.runs import to_runs
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, by_microbatch
-from odyssey_megatron.policy.measured import (
+from odyssey_megatron.plan.sending.runs import to_runs
+from odyssey_megatron.policy.costs.measured import (
     HeldSeen,
     LinkSeen,
     LinkTimes,
@@ -27,7 +27,7 @@ from odyssey_megatron.policy.measured import (
     SumSeen,
     UnevenSeen,
 )
-from odyssey_megatron.policy.profile import Observation
+from odyssey_megatron.policy.costs.profile import Observation
 
 
 class Stopwatch(Protocol):

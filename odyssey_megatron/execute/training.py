@@ -27,8 +27,8 @@ from odyssey_megatron.execute.suspects import Exchange, examine
 from odyssey_megatron.execute.timing import Measurements
 from odyssey_megatron.execute.votes import Ballot, Votes
 from odyssey_megatron.names import step_name
-from odyssey_megatron.plan.assignment import Assignment
-from odyssey_megatron.plan.smaller import smaller
+from odyssey_megatron.plan.scheduling.smaller import smaller
+from odyssey_megatron.plan.sending.assignment import Assignment
 
 
 @dataclass(kw_only=True)

@@ -8,8 +8,8 @@ import torch
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.mcore.device import sharing
-from odyssey_megatron.policy.block_configs import UnlikeLayers, hybrid_layers, unlike_layers
-from odyssey_megatron.policy.estimate import (
+from odyssey_megatron.policy.costs.block_configs import UnlikeLayers, hybrid_layers, unlike_layers
+from odyssey_megatron.policy.costs.estimate import (
     AttentionShape,
     Experts,
     Precision,
@@ -17,7 +17,7 @@ from odyssey_megatron.policy.estimate import (
     recomputed,
     share_of_experts,
 )
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.costs.profile import Profile
 
 _CPU_GUESS: dict[str, Any] = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
 """A guess for one core and loopback, until the job has measured itself."""

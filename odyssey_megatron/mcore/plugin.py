@@ -46,7 +46,7 @@ from odyssey_megatron.mcore.estimate import estimate, experts_work
 from odyssey_megatron.mcore.settings import settings_of
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
-from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.policy.costs.profile import Profile, load_profile
 from odyssey_megatron.rebuild import world
 from odyssey_megatron.upstream import compat, smaller
 

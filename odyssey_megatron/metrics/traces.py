@@ -10,8 +10,8 @@ from odyssey_megatron.errors import ScheduleInvalid
 from odyssey_megatron.metrics.recoveries import RecoveryRecord, named, on_one_clock
 from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.metrics.timeline import JournalEvent
+from odyssey_megatron.plan.checking.simulate import Timeline
 from odyssey_megatron.plan.schedule import MESSAGE, Schedule, parse_instr
-from odyssey_megatron.plan.simulate import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,9 @@ class Costs:
     link_latency_s: COST_S
     link_bytes_per_s: Annotated[float, Between(1, math.inf)]
     bucket_bytes: SIZE_BYTES | None = None
-    """The least number of bytes of gradients that are summed at once; None: as ``plan/reductions.py`` has it."""
+    """The least number of bytes of gradients that are summed at once; None: as ``plan/scheduling/reductions.py`` has
+    it.
+    """
     memory_bytes: SIZE_BYTES | None = None
     """Memory of one worker for weights, gradients, optimizer and activations; None: not known, and no limit."""
     keeps_messages: bool = False

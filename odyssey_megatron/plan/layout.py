@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from odyssey_megatron.errors import LayoutInvalid
 from odyssey_megatron.names import lengths_text
-from odyssey_megatron.plan.slices import (
+from odyssey_megatron.plan.placing.slices import (
     EVERYTHING,
     NOBODY,
     Slice,
@@ -64,16 +64,16 @@ class Layout:
     """``holders[layer]``: worker ids, ascending."""
     routes: tuple[Route, ...]
     keepers: tuple[tuple[int, ...], ...] = ()
-    """``keepers[layer]``: the ring of workers over which its optimizer state is cut (``plan/slices.py``). The keepers
-    of a slice make its step; the other holders get its new weights from its first keeper. Empty: every holder keeps
-    all state."""
+    """``keepers[layer]``: the ring of workers over which its optimizer state is cut (``plan/placing/slices.py``). The
+    keepers of a slice make its step; the other holders get its new weights from its first keeper. Empty: every holder
+    keeps all state."""
     copies: int = 0
     """Number of keepers of each slice, where there are ``keepers``."""
     cuts: tuple[int, ...] = ()
     """Layers at which blocks must end besides, so that what was two model chunks can go on in an interrupted step."""
     step_microbatches: int = 0
-    """Number of microbatches in a step, if ``routes`` are only those through one worker (``plan/wire.py``); 0: they
-    are all routes."""
+    """Number of microbatches in a step, if ``routes`` are only those through one worker (``plan/sending/wire.py``); 0:
+    they are all routes."""
     tied: bool = False
     """Whether embedding and head share a weight. It counts as one more layer, behind the head, which no route goes
     through. Every holder of embedding or head holds it, and all of them sum its gradient."""

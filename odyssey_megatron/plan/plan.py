@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.programs import Programs
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span
 from odyssey_megatron.plan.schedule import Program, Schedule, schedule_from_text
-from odyssey_megatron.plan.slices import EVERYTHING, Span
+from odyssey_megatron.plan.scheduling.programs import Programs
 
 
 class Transfer(NamedTuple):

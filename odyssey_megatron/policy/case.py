@@ -9,13 +9,13 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import WHOLE_CELL, ClusterState, Share
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.placing.spread import nodes_alone
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.spread import nodes_alone
-from odyssey_megatron.policy.kinds import Slow
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.routes.rerouting import reroute
 from odyssey_megatron.policy.score import NODE_SHARE, expected_tokens, next_loss_s
-from odyssey_megatron.policy.search import Search, search_for
+from odyssey_megatron.policy.shapes.kinds import Slow
+from odyssey_megatron.policy.shapes.search import Search, search_for
 
 
 @dataclass(frozen=True, kw_only=True)

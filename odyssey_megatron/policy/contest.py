@@ -10,9 +10,9 @@ from dataclasses import replace
 from heapq import heapify, heappop
 
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.generation import CandidateRow
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
+from odyssey_megatron.plan.checking.simulate import computed_before_s, step_end_s
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.options import (
     Candidate,
@@ -23,10 +23,10 @@ from odyssey_megatron.policy.options import (
     laid_out,
     with_replicas_apart,
 )
-from odyssey_megatron.policy.pipelines import ALIKE
 from odyssey_megatron.policy.proposal import Proposal, Sketch
 from odyssey_megatron.policy.reasons import left_over, lost_to, row_of, unscored
-from odyssey_megatron.policy.shares import SLACK
+from odyssey_megatron.policy.shapes.pipelines import ALIKE
+from odyssey_megatron.policy.shapes.shares import SLACK
 
 _FINALISTS = 6
 """The largest number of shapes of one policy that are scheduled in full; the others only get an estimate."""

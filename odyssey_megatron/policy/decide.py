@@ -11,21 +11,22 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
-from odyssey_megatron.plan.assemble import Assembled, assemble
-from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
-from odyssey_megatron.plan.communicators import Needs, communicators
+from odyssey_megatron.plan.checking.bound import cluster_bound_s, lower_bound_s
+from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.eager import assemble_eager
-from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.lean import leaner
-from odyssey_megatron.plan.memory import caps_for, per_rank
-from odyssey_megatron.plan.order import Order, order_routes
+from odyssey_megatron.plan.placing.communicators import Needs, communicators
+from odyssey_megatron.plan.placing.memory import caps_for, per_rank
+from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan, Transfer
-from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.plan.transfer import check_living
+from odyssey_megatron.plan.scheduling.assemble import Assembled, assemble
+from odyssey_megatron.plan.scheduling.eager import assemble_eager
+from odyssey_megatron.plan.scheduling.lean import leaner
+from odyssey_megatron.plan.scheduling.order import Order, order_routes
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import Case, with_links, worker_shares, worker_speeds
 from odyssey_megatron.policy.contest import MANY_WORKERS, best_of
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.options import (
     Candidate,
     Options,
@@ -33,9 +34,8 @@ from odyssey_megatron.policy.options import (
     options_with_less,
     without_transfers,
 )
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.reasons import restart_row, row_of, unscored, why
-from odyssey_megatron.policy.rerouting import heirs
+from odyssey_megatron.policy.routes.rerouting import heirs
 from odyssey_megatron.policy.score import mean_time_between_failures_s
 
 _MOST_VISITS = 2048

@@ -13,9 +13,9 @@ from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.memory import beside_activations
+from odyssey_megatron.plan.placing.memory import beside_activations
+from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.transfer import check_living
 from odyssey_megatron.policy.replacing import takes_a_risk
 
 _ROOM, _BLIND_ROOM = 0.85, 0.8

@@ -9,18 +9,18 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout, megatron_layout
+from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
+from odyssey_megatron.plan.placing.spread import spread
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
-from odyssey_megatron.plan.spread import spread
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import scheduled
-from odyssey_megatron.policy.divide import divided
-from odyssey_megatron.policy.mixing import Mixing, judged_by
-from odyssey_megatron.policy.pipelines import ALIKE, WORTH
 from odyssey_megatron.policy.preparing import prepare
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.search import search_for
-from odyssey_megatron.policy.seating import place
+from odyssey_megatron.policy.routes.mixing import Mixing, judged_by
+from odyssey_megatron.policy.shapes.divide import divided
+from odyssey_megatron.policy.shapes.pipelines import ALIKE, WORTH
+from odyssey_megatron.policy.shapes.search import search_for
+from odyssey_megatron.policy.shapes.seating import place
 
 _LEANER = 0.98
 """A fraction of the memory of the best layout: another layout must need less than that to be worth it."""

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.bound import lower_bound_s
+from odyssey_megatron.plan.checking.bound import lower_bound_s
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.memory import caps_for
-from odyssey_megatron.plan.order import Order
+from odyssey_megatron.plan.placing.memory import caps_for
+from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
+from odyssey_megatron.plan.placing.spread import apart
+from odyssey_megatron.plan.placing.transfer import plan_transfers, transfer_s
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
-from odyssey_megatron.plan.spread import apart
-from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
+from odyssey_megatron.plan.scheduling.order import Order
 from odyssey_megatron.policy.case import Case
-from odyssey_megatron.policy.links import around
 from odyssey_megatron.policy.policies import POLICIES
 from odyssey_megatron.policy.proposal import Policy, Proposal, Sketch
+from odyssey_megatron.policy.routes.links import around
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,22 +20,22 @@ from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import ConfigError, LayersLost, OdysseyError, PlanInfeasible
 from odyssey_megatron.metrics.outlet import Outlet
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.transfer import check_living
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy import redundancy, replacing
 from odyssey_megatron.policy.case import worker_shares
+from odyssey_megatron.policy.costs.history import History
+from odyssey_megatron.policy.costs.measured import Measured, alike, with_measured
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.heavier import Shortages
-from odyssey_megatron.policy.history import History
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.measured import Measured, alike, with_measured
 from odyssey_megatron.policy.preparing import incidents, prepare
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import RedundantPlan
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
 from odyssey_megatron.policy.score import mean_time_between_failures_s, next_loss_s, restart_cost_s
-from odyssey_megatron.policy.turns import TURNS
+from odyssey_megatron.policy.shapes.turns import TURNS
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.plan.placing.transfer import warm_up
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.transfer import warm_up
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.search import search_for
+from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.shapes.search import search_for
 
 _MOST_LOST = 64
 """Losses of 1, 2, 4, ... workers are prepared for, up to this number, besides all that one node can lose. What fails

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.options import Candidate, Option, restart
-from odyssey_megatron.policy.pipelines import ALIKE
+from odyssey_megatron.policy.shapes.pipelines import ALIKE
 
 
 def why(best: Option, policy: str, rows: list[CandidateRow]) -> str:

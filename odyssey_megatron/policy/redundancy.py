@@ -10,11 +10,11 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.eager import eager_forwards
-from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.scheduling.eager import eager_forwards
+from odyssey_megatron.plan.sending.generation import CandidateRow
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.score import expected_tokens
 
 MODES = ("off", "state", "compute")

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from odyssey_megatron.cluster.job import JobSpec, largest_cell
 from odyssey_megatron.cluster.state import WorkerState
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.generation import CandidateRow
 
 _STEPS = 4
 """Number of steps that a started rank takes to be back: one until it is offered a place, one while the groups are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.sending.generation import CandidateRow
 
 
 def candidates_table(rows: Sequence[CandidateRow]) -> str:

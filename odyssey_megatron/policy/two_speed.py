@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.generation import CandidateRow
+from odyssey_megatron.plan.placing.redundancy import filling
+from odyssey_megatron.plan.placing.transfer import plan_transfers, transfer_s
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.redundancy import filling
-from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import Case
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import Decision, at_once, decide_at_once, scheduled
-from odyssey_megatron.policy.profile import Profile
 
 _VISIT_S = 30e-6
 """Time to schedule, lower and verify a microbatch's visit to a stage that was not scheduled before. Source: ``python

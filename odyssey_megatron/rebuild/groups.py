@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Superseded
-from odyssey_megatron.plan.groups import WORLD, outlives, way_of
+from odyssey_megatron.plan.placing.groups import WORLD, outlives, way_of
 from odyssey_megatron.rebuild.abort import Abort, AbortableGroup, NcclAbort, abort_all
 from odyssey_megatron.rebuild.alone import Alone
 from odyssey_megatron.rebuild.hosts import StagedGroup

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from odyssey_megatron.plan.groups import Channel, way_of
+from odyssey_megatron.plan.placing.groups import Channel, way_of
 from odyssey_megatron.rebuild.abort import Use
 
 Ranks = tuple[int, ...]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.groups import Channel
+from odyssey_megatron.plan.placing.groups import Channel
 from odyssey_megatron.rebuild import hosts
 from odyssey_megatron.rebuild.abort import Abort, NcclAbort, Use
 from odyssey_megatron.rebuild.abort_gloo import GlooAbort
@@ -168,7 +168,7 @@ class Nccl:
 
         NCCL does that in the call of the first message, in which the hosts wait for each other. Programs post receives
         ahead of their sends, so they would wait for ever there. What collectives need is connected in the first one of
-        each kind, and all ranks are taken to wait for one another there anyway (``plan/queue.py``).
+        each kind, and all ranks are taken to wait for one another there anyway (``plan/checking/queue.py``).
         """
         # These messages have a stream of their own. Other threads send such messages at the same time, each in its own
         # order, so the host waits for the work and not for the stream.

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.names import layer_name
-from odyssey_megatron.plan.gathers import gather_order
 from odyssey_megatron.plan.layout import Block, Layout
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, firsts, kept
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts, kept
+from odyssey_megatron.plan.scheduling.gathers import gather_order
 from odyssey_megatron.rebuild.manifest import Message, Tensors, agree, agree_on_messages
 
 TensorsOf = Callable[[int, int, Span], Tensors]

@@ -17,14 +17,14 @@ from itertools import pairwise
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.memory import activation_caps, caps_for, one_f_one_b_bytes, state_bytes
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.plan.placing.memory import activation_caps, caps_for, one_f_one_b_bytes, state_bytes
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.score import START_S
-from odyssey_megatron.policy.shares import Rate
+from odyssey_megatron.policy.shapes.shares import Rate
 from odyssey_megatron.studies.cells import CellsChange, whole_cells
 from odyssey_megatron.studies.trace import FailureTrace
 

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
-from odyssey_megatron.policy.rerouting import reroute
-from odyssey_megatron.policy.search import search_for
-from odyssey_megatron.policy.seating import PipelineShapes, place
-from odyssey_megatron.policy.shares import min_max_shares
+from odyssey_megatron.plan.placing.transfer import plan_transfers, transfer_s
+from odyssey_megatron.policy.routes.rerouting import reroute
+from odyssey_megatron.policy.shapes.search import search_for
+from odyssey_megatron.policy.shapes.seating import PipelineShapes, place
+from odyssey_megatron.policy.shapes.shares import min_max_shares
 from odyssey_megatron.studies.baselines import (
     Running,
     System,

@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.plan.costs import LayerCost
-from odyssey_megatron.policy.profile import Profile, least_squares, load_profile
+from odyssey_megatron.policy.costs.profile import Profile, least_squares, load_profile
 
 _FAR = 4.0
 """Layers with this many times the FLOPs of any that were measured, or fewer by this factor, are said to be far from
@@ -45,7 +45,7 @@ def line_through(points: Sequence[Point]) -> WorkTime:
     """Return the line with the least relative errors and no negative part; a fixed part only if ``points`` show one.
 
     It goes through 0 for one point, and for several with about as many FLOPs. Measured times are believed to 3 %;
-    squared, that is the weight of the expected values (:func:`odyssey_megatron.policy.profile.least_squares`).
+    squared, that is the weight of the expected values (:func:`odyssey_megatron.policy.costs.profile.least_squares`).
     """
     found = [(flops, seconds) for flops, seconds in points if flops > 0 and seconds > 0]
     if not found:

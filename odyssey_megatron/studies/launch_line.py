@@ -12,13 +12,13 @@ from odyssey_megatron.doctor.flags import looked_at, settings
 from odyssey_megatron.doctor.launch_line import read_job
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between, read_text
-from odyssey_megatron.policy.block_configs import (
+from odyssey_megatron.policy.costs.block_configs import (
     UnlikeLayers,
     hybrid_layers,
     kinds_of_ratios,
     unlike_layers,
 )
-from odyssey_megatron.policy.estimate import AttentionShape, Experts, Precision, recomputed
+from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, Precision, recomputed
 from odyssey_megatron.studies.launcher import nodes_and_gpus
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals, smaller

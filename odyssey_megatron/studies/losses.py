@@ -12,9 +12,9 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.preparing import one_of_each
-from odyssey_megatron.policy.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.replacing import away_s
 from odyssey_megatron.studies.baselines import Running, System, World
 from odyssey_megatron.studies.cells import CellsChange, Rule, broken_cells

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from odyssey_megatron.errors import LayersLost
+from odyssey_megatron.plan.checking.simulate import reduce_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
-from odyssey_megatron.plan.simulate import reduce_s
-from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
-from odyssey_megatron.policy.search import search_for
-from odyssey_megatron.policy.seating import PipelineShapes, place
-from odyssey_megatron.policy.shares import deal, finish_s, min_max_shares
+from odyssey_megatron.plan.placing.transfer import plan_transfers, transfer_s
+from odyssey_megatron.policy.shapes.search import search_for
+from odyssey_megatron.policy.shapes.seating import PipelineShapes, place
+from odyssey_megatron.policy.shapes.shares import deal, finish_s, min_max_shares
 from odyssey_megatron.studies.baselines import Running, System, World, expected_rate, pipelines_fit
 
 _ALL_SETS_UP_TO = 48

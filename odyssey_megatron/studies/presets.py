@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.block_configs import UnlikeLayers
-from odyssey_megatron.policy.estimate import (
+from odyssey_megatron.policy.costs.block_configs import UnlikeLayers
+from odyssey_megatron.policy.costs.estimate import (
     AttentionShape,
     Experts,
     Precision,
     estimated_profile,
     share_of_experts,
 )
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.costs.profile import Profile
 
 EFFICIENCY = 0.45
 """Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""

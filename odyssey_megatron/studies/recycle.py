@@ -9,10 +9,10 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route
-from odyssey_megatron.plan.memory import activation_caps
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.transfer import assign_seats, plan_transfers, transfer_s
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.plan.placing.memory import activation_caps
+from odyssey_megatron.plan.placing.transfer import assign_seats, plan_transfers, transfer_s
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.policy.routes.rerouting import reroute
 from odyssey_megatron.studies.baselines import (
     Running,
     System,

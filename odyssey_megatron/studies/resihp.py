@@ -8,15 +8,15 @@ from dataclasses import replace
 
 from odyssey_megatron.cluster.state import ClusterState, without
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.memory import caps_for
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.plan.transfer import plan_transfers, transfer_s
+from odyssey_megatron.plan.placing.memory import caps_for
+from odyssey_megatron.plan.placing.transfer import plan_transfers, transfer_s
+from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.policies.shift import shift_layers
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.routes.rerouting import reroute
 from odyssey_megatron.studies.baselines import Running, System, World, healthy_layout, one_f_one_b_step_s
 from odyssey_megatron.studies.cells import CellsChange, Rule, broken_cells
 from odyssey_megatron.studies.odyssey import cluster

@@ -13,7 +13,7 @@ from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.doctor.flags import looked_at
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
-from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.policy.costs.profile import Profile, load_profile
 from odyssey_megatron.studies import launch_line
 from odyssey_megatron.studies.fitting import fitted
 from odyssey_megatron.studies.launch_line import LaunchLine

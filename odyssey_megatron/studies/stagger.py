@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from odyssey_megatron.plan.checking.simulate import reduce_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.reductions import reduction_order
-from odyssey_megatron.plan.simulate import reduce_s
+from odyssey_megatron.plan.scheduling.reductions import reduction_order
 
 
 def staggered_step_s(layout: Layout, costs: Costs, done_s: Mapping[int, float]) -> float:

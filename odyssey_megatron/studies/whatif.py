@@ -21,19 +21,19 @@ from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError, LayersLost, P
 from odyssey_megatron.inputs import Between, Parser, output_file
 from odyssey_megatron.metrics.run import text_table
 from odyssey_megatron.names import layer_names
-from odyssey_megatron.plan.communicators import Communicators, Needs, communicators
-from odyssey_megatron.plan.generation import CandidateRow
-from odyssey_megatron.plan.lean import MOST_VISITS
+from odyssey_megatron.plan.checking.render import render
+from odyssey_megatron.plan.checking.simulate import Timeline, simulate
+from odyssey_megatron.plan.placing.communicators import Communicators, Needs, communicators
+from odyssey_megatron.plan.placing.redundancy import with_keepers
+from odyssey_megatron.plan.placing.spread import on_one_node, spread
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.redundancy import with_keepers
-from odyssey_megatron.plan.render import render
-from odyssey_megatron.plan.simulate import Timeline, simulate
-from odyssey_megatron.plan.spread import on_one_node, spread
+from odyssey_megatron.plan.scheduling.lean import MOST_VISITS
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import worker_speeds
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import Decision, decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed, two_speed
 from odyssey_megatron.studies.losses import NextLoss, alone, next_losses

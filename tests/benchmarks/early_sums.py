@@ -18,12 +18,12 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from odyssey_megatron.plan.checking.simulate import simulate, sum_s
 from odyssey_megatron.plan.costs import Costs, LayerCost
-from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, pipeline_route
-from odyssey_megatron.plan.reductions import buckets_of
 from odyssey_megatron.plan.schedule import Op, Program
-from odyssey_megatron.plan.simulate import simulate, sum_s
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.reductions import buckets_of
 from tests.benchmarks.bars import at_most, finish
 
 LAYERS, REPLICAS, LAYER_S = 32, 2, 0.01

@@ -8,7 +8,7 @@ from typing import Any
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.metrics.run import Run, read_run
 from odyssey_megatron.plan.costs import Costs, LayerCost
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.costs.profile import Profile
 from tests.execute.emulation import Emulation, Truth
 from tests.launch.jobserver import CHECKOUT, ENVIRONMENT, JobServer
 

@@ -24,8 +24,8 @@ given, none.
 
 ``model_s``: MODELLED, not measured: how long connecting them would take, side by side, by published times of NCCL;
 ``model_gib``: what they would take of a GPU's memory at most, also by published figures
-(``odyssey_megatron/plan/communicators.py``, which the doctor, ``odyssey plan`` and decisions ask, too: what it counts
-from a layout is what ranks find in their programs).
+(``odyssey_megatron/plan/placing/communicators.py``, which the doctor, ``odyssey plan`` and decisions ask, too: what it
+counts from a layout is what ranks find in their programs).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.communicators import Needs, communicators, connect_s
-from odyssey_megatron.plan.groups import WORLD, Channel, group_members, pair, way_of
 from odyssey_megatron.plan.layout import Route
+from odyssey_megatron.plan.placing.communicators import Needs, communicators, connect_s
+from odyssey_megatron.plan.placing.groups import WORLD, Channel, group_members, pair, way_of
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import MESSAGE
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild import hosts
 from tests.benchmarks.bars import Bar, at_most, exactly, finish
 from tests.benchmarks.planner import job_of

@@ -15,9 +15,9 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, megatron_layout
-from odyssey_megatron.plan.memory import fullest_bytes, one_f_one_b_bytes
+from odyssey_megatron.plan.placing.memory import fullest_bytes, one_f_one_b_bytes
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks.bars import Bar, at_least, at_most, kept
 from tests.benchmarks.zero_bubble import summed_s, zb_v
 from tests.plan.samples import preset_profile

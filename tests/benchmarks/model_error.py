@@ -49,11 +49,11 @@ if __package__ in (None, ""):
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.policy.costs.profile import Profile, load_profile
 from tests.benchmarks import emulated_jobs, policies
 from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize, taken
 from tests.execute.emulation import Emulation, Truth

@@ -27,10 +27,10 @@ from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.plan.costs import Costs, LayerCost
-from odyssey_megatron.plan.memory import state_bytes
+from odyssey_megatron.plan.placing.memory import state_bytes
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import Decision, decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks.bars import at_least, at_most, finish, taken
 
 CONFIG = OdysseyConfig(horizon_s=1e9, mtbf_s=1e10)

@@ -31,11 +31,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.simulate import step_end_s
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.policy.costs.profile import Profile
 from tests.benchmarks import emulated_jobs
 from tests.benchmarks.bars import at_most, finish, taken
 from tests.execute.emulation import Emulation

@@ -54,13 +54,13 @@ from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.control import Control, EventReader
 from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.generation import Generation
-from odyssey_megatron.plan.groups import group_members
 from odyssey_megatron.plan.layout import Layout, megatron_layout
+from odyssey_megatron.plan.placing.groups import group_members
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.measured import LinkTimes, Measured
+from odyssey_megatron.plan.sending.generation import Generation
+from odyssey_megatron.policy.costs.measured import LinkTimes, Measured
+from odyssey_megatron.policy.costs.profile import Observation, Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Observation, Profile
 from tests.benchmarks.bars import at_most, finish
 from tests.plan.samples import preset_profile
 

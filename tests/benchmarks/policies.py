@@ -16,10 +16,10 @@ live has a step below: no layer of a microbatch is cut in two, so that some work
 nothing of memory. ``at_best`` is what ``of_best_healthy`` would be with that.
 Layout, schedule and step time are ``decide()``'s own, and ``verify()`` has passed them.
 
-Pipelines have any lengths (``odyssey_megatron/policy/partition.py``), so that the bound of what is chosen is nearly
-met also where memory binds. Routes may visit workers more than once, where that is faster (``odyssey_megatron/policy/
-ways.py``): ``without_revisits`` is the step with the best layout otherwise, and ``best_healthy`` are the healthy steps
-under ``--odyssey-layout auto``, without and with them.
+Pipelines have any lengths (``odyssey_megatron/policy/shapes/partition.py``), so that the bound of what is chosen is
+nearly met also where memory binds. Routes may visit workers more than once, where that is faster
+(``odyssey_megatron/policy/shapes/ways.py``): ``without_revisits`` is the step with the best layout otherwise, and
+``best_healthy`` are the healthy steps under ``--odyssey-layout auto``, without and with them.
 
 ``presets`` are four Llama models, whose messages and sums take time (``llama.py``).
 
@@ -45,9 +45,9 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import Decision, decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks import llama
 from tests.benchmarks.bars import Bar, at_least, at_most, finish, kept
 from tests.benchmarks.zero_bubble import zb_v

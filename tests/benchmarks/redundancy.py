@@ -31,9 +31,9 @@ if __package__ in (None, ""):
 from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Op, schedule_from_text
-from odyssey_megatron.plan.simulate import simulate
 from tests.benchmarks import emulated_jobs, rejoin
 from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize, taken
 from tests.execute.emulation import Emulation

@@ -23,9 +23,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from odyssey_megatron.codec import from_jsonable
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.plan.simulate import simulate
 from tests.benchmarks import emulated_jobs
 from tests.benchmarks.bars import at_least, at_most, finish, summarize
 from tests.launch.jobserver import JobServer, events

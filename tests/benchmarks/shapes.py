@@ -60,13 +60,13 @@ from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.studies.presets import ACCELERATORS, MODELS
 from odyssey_megatron.upstream.smaller import of_flags
 from tests.benchmarks import emulated_jobs, overhead

@@ -50,11 +50,11 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, apply, initial_state, with_speeds
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.dealing import deal, dearest
 from odyssey_megatron.plan.layout import Layout, Route
+from odyssey_megatron.plan.scheduling.dealing import deal, dearest
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from tests.benchmarks.bars import Bar, at_least, at_most, finish
 from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs, job_of, profile_of
 from tests.diagnosis.simulated import QUADRATIC_AT, Simulated

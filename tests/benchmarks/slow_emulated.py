@@ -20,7 +20,7 @@ from typing import Any
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.metrics.run import Run
 from odyssey_megatron.metrics.steps import CommittedStep
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.costs.profile import Profile
 from tests.benchmarks import emulated_jobs
 from tests.benchmarks.model_error import OPTIMIZER_S, times
 from tests.benchmarks.policies import profile_of

@@ -34,7 +34,7 @@ if __package__ in (None, ""):
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import policies
-from odyssey_megatron.plan.memory import fullest_bytes
+from odyssey_megatron.plan.placing.memory import fullest_bytes
 from odyssey_megatron.studies.baselines import World, megatron_on
 from odyssey_megatron.studies.playing import compare
 from odyssey_megatron.studies.trace import ClusterChange, FailureTrace, monotone, with_repairs

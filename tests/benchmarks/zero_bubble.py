@@ -12,10 +12,10 @@ from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 
+from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
-from odyssey_megatron.plan.reductions import Tail
-from odyssey_megatron.plan.simulate import step_end_s
+from odyssey_megatron.plan.scheduling.reductions import Tail
 
 Task = tuple[str, int, int]
 """(F, I or W, chunk, microbatch)"""

@@ -17,7 +17,7 @@ import pretrain_llama
 from odyssey_megatron.cluster.shapes import ONE
 from odyssey_megatron.mcore.model.flat import ranges
 from odyssey_megatron.mcore.plugin import Session
-from odyssey_megatron.plan.slices import EVERYTHING, without
+from odyssey_megatron.plan.placing.slices import EVERYTHING, without
 
 
 def main() -> None:

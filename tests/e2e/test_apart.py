@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.costs.profile import Profile
 from tests.e2e.jobs import assert_equal_runs
 from tests.plan.samples import uniform_costs
 

@@ -6,7 +6,7 @@ import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.errors import EXIT_LAYERS_LOST
-from odyssey_megatron.policy.profile import load_profile
+from odyssey_megatron.policy.costs.profile import load_profile
 from tests.e2e.jobs import LONG, assert_equal_runs
 from tests.policy.test_rejoin import least_memory
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from odyssey_megatron.plan.slices import NOBODY
+from odyssey_megatron.plan.placing.slices import NOBODY
 from tests.e2e.jobs import PAIRS, assert_equal_runs
 
 pytestmark = pytest.mark.matrix

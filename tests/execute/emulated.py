@@ -41,12 +41,12 @@ from odyssey_megatron.execute.reduction import Summands
 from odyssey_megatron.launch.rank.environment import journal_of
 from odyssey_megatron.launch.rank.injector import Injector
 from odyssey_megatron.launch.rank.member import Member
-from odyssey_megatron.plan.gathers import gather_order, gather_s
+from odyssey_megatron.plan.checking.simulate import reduce_s
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.reductions import buckets
-from odyssey_megatron.plan.simulate import reduce_s
-from odyssey_megatron.plan.slices import EVERYTHING, Span, firsts
-from odyssey_megatron.policy.measured import HeldSeen, LinkTimes
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, firsts
+from odyssey_megatron.plan.scheduling.gathers import gather_order, gather_s
+from odyssey_megatron.plan.scheduling.reductions import buckets
+from odyssey_megatron.policy.costs.measured import HeldSeen, LinkTimes
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.emulation import Emulation, Truth, load_emulation, load_truth
 from tests.execute.held import Held, Outcome

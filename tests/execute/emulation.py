@@ -14,20 +14,20 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.memory import activation_caps
-from odyssey_megatron.plan.messages import with_messages
-from odyssey_megatron.plan.order import order_routes
+from odyssey_megatron.plan.placing.memory import activation_caps
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.programs import Programs
-from odyssey_megatron.plan.reductions import with_reductions
 from odyssey_megatron.plan.schedule import Op, Schedule
-from odyssey_megatron.plan.verify import verify
-from odyssey_megatron.plan.visits import Visits
+from odyssey_megatron.plan.scheduling.messages import with_messages
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.plan.scheduling.programs import Programs
+from odyssey_megatron.plan.scheduling.reductions import with_reductions
+from odyssey_megatron.plan.scheduling.visits import Visits
 from odyssey_megatron.policy import planner
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.planner import Decided
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.studies.baselines import fused
 
 

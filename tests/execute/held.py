@@ -10,7 +10,7 @@ import torch
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import Span
+from odyssey_megatron.plan.placing.slices import Span
 from odyssey_megatron.rebuild.manifest import Tensors
 from tests.execute.alone import MICROBATCHES
 

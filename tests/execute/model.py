@@ -18,8 +18,8 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.execute.interpreter import Needs
 from odyssey_megatron.execute.reduction import Summands
 from odyssey_megatron.execute.scatter import Slices
-from odyssey_megatron.plan.groups import cell_group_name
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.placing.groups import cell_group_name
 from tests.execute.alone import (
     HEAD,
     LAYERS,

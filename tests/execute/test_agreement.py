@@ -92,8 +92,8 @@ def test_gradients_that_were_cut_off_half_way_do_not_stay():
 
 def test_weight_gradients_that_ran_beside_their_input_gradient_are_done():
     """The input gradient is noted behind them, and makes nothing undone."""
-    from odyssey_megatron.plan.resume import rest
     from odyssey_megatron.plan.schedule import parse_instr
+    from odyssey_megatron.plan.scheduling.resume import rest
 
     layout = layout_from_routes(4, (pipeline_route((0,), (4,), (0,)),))
     progress = progress_of(layout, "F0[0:4]")

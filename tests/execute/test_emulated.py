@@ -8,11 +8,11 @@ import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.metrics.run import read_run
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.policy.costs.profile import Profile, load_profile
 from tests.launch.jobserver import CHECKOUT, JobServer, events
 from tests.plan.samples import layer
 
@@ -140,8 +140,8 @@ def test_megatrons_schedule_takes_what_the_formula_says():
 def test_weights_come_beside_the_next_forwards_as_simulated(emulating, tmp_path):
     """Of three holders two keep each slice; what the first forward waits for lengthens each step."""
     from odyssey_megatron.codec import from_jsonable
-    from odyssey_megatron.plan.gathers import weights_late_s
-    from odyssey_megatron.plan.reductions import buckets
+    from odyssey_megatron.plan.scheduling.gathers import weights_late_s
+    from odyssey_megatron.plan.scheduling.reductions import buckets
     from tests.execute.emulation import Emulation
 
     run_dir = tmp_path / "run"

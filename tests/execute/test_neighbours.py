@@ -10,12 +10,12 @@ from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.execute.channels import Channels
 from odyssey_megatron.execute.neighbours import Neighbours
-from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.plan.wire import Head, WorkerPart, from_wire, to_wire
+from odyssey_megatron.plan.sending.generation import Generation
+from odyssey_megatron.plan.sending.wire import Head, WorkerPart, from_wire, to_wire
 from odyssey_megatron.policy.decide import scheduled
-from odyssey_megatron.policy.links import around
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.routes.links import around
+from odyssey_megatron.policy.routes.rerouting import reroute
 from tests.policy.test_decide import PROFILE
 from tests.policy.test_links import slow
 

@@ -19,7 +19,7 @@ from odyssey_megatron.execute.chronicle import Chronicle
 from odyssey_megatron.execute.timing import Measurements, Trace
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.schedule import parse_instr
-from odyssey_megatron.policy.measured import Measured
+from odyssey_megatron.policy.costs.measured import Measured
 
 
 class Told:

@@ -21,10 +21,10 @@ from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.control import Control, EventReader
 from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.generation import Message
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan, Transfer
-from odyssey_megatron.plan.programs import Programs
+from odyssey_megatron.plan.scheduling.programs import Programs
+from odyssey_megatron.plan.sending.generation import Message
 from tests.launch.toy import posted_job
 
 PLAN = Plan(

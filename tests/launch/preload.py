@@ -10,6 +10,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import odyssey_megatron.cli
 import odyssey_megatron.launch.agent.agent
 import odyssey_megatron.launch.run
+import odyssey_megatron.policy.costs.profile
 import odyssey_megatron.policy.decide
-import odyssey_megatron.policy.profile
 import odyssey_megatron.rebuild.groups

@@ -16,8 +16,8 @@ from odyssey_megatron.errors import EXIT_FENCED, ConfigError, LayersLost, PlanIn
 from odyssey_megatron.launch.coordinator import offer_tries
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import EVENTS
-from odyssey_megatron.plan.generation import Finished, Generation
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.sending.generation import Finished, Generation
 from tests.launch.played import PLAN, Job
 
 

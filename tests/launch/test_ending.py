@@ -14,7 +14,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.launch.rank.attention import Attention
 from odyssey_megatron.launch.rank.watch import Watch
 from odyssey_megatron.launch.wire import control as keys
-from odyssey_megatron.plan.generation import Finished
+from odyssey_megatron.plan.sending.generation import Finished
 
 SCRIPT = """
     import atexit, sys, threading, time

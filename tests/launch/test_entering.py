@@ -14,7 +14,7 @@ from odyssey_megatron.launch.rank.entering import Entering, Role, concerns, part
 from odyssey_megatron.launch.rank.watch import Watch
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
-from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.sending.generation import Generation
 from tests.plan.test_wire import planned
 
 _, PLAN = planned("reroute")

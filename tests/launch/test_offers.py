@@ -16,8 +16,8 @@ from odyssey_megatron.launch.coordinator.reactions import JobState, Recover, pub
 from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.launch.coordinator.replacing import Replacing
 from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 
 WORKERS = 8

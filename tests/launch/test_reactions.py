@@ -30,7 +30,7 @@ from odyssey_megatron.launch.coordinator.reactions import (
     react,
 )
 from odyssey_megatron.launch.wire.verdict import JobVerdict
-from odyssey_megatron.plan.generation import Finished, Generation, Stop
+from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
 from tests.launch.played import PLAN
 
 NODES = (0, 0, 1, 1, 2, 2)

@@ -16,8 +16,8 @@ from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict, diagnose
 from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.launch.coordinator.slow_workers import changes
 from odyssey_megatron.metrics.journal import Journal, read_journal
-from odyssey_megatron.policy.measured import Measured
-from odyssey_megatron.policy.profile import Observation
+from odyssey_megatron.policy.costs.measured import Measured
+from odyssey_megatron.policy.costs.profile import Observation
 from tests.diagnosis.simulated import Simulated
 from tests.launch.looks import job_in, timed
 from tests.policy.test_history import planner_of

@@ -14,7 +14,7 @@ from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.metrics.journal import Journal, read_journal
 from odyssey_megatron.policy.case import with_links
-from odyssey_megatron.policy.links import waits_s
+from odyssey_megatron.policy.routes.links import waits_s
 from tests.launch.looks import job_in, timed
 from tests.policy.test_history import planner_of
 

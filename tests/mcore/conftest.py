@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.placing.slices import EVERYTHING
 from tests.launch.jobserver import CHECKOUT
 
 SCHEDULE = {

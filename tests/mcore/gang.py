@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.placing.slices import EVERYTHING
 
 from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the device comes first
 import torch
@@ -34,8 +34,8 @@ from odyssey_megatron.mcore.model import float64, groups, wgrad
 from odyssey_megatron.mcore.model.experts import in_whole, is_spread
 from odyssey_megatron.mcore.model.layers import main_grad
 from odyssey_megatron.mcore.model.model import MegatronModel
-from odyssey_megatron.plan.groups import groups_of_cell
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.placing.groups import groups_of_cell
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.cell import group_of
 from tests.mcore.conftest import MODEL

@@ -15,7 +15,7 @@ from pathlib import Path
 from traceback import extract_stack
 from typing import Any
 
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.placing.slices import EVERYTHING
 
 from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the device comes first
 import torch
@@ -31,8 +31,8 @@ from odyssey_megatron.mcore.loop.outcome import shown
 from odyssey_megatron.mcore.model import float64, groups, parts, wgrad
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LearningRate
-from odyssey_megatron.plan.groups import groups_of_cell
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.placing.groups import groups_of_cell
 from tests.launch.jobserver import CHECKOUT
 from tests.mcore.conftest import MODEL, SCHEDULE
 from tests.mcore.forked import all_end

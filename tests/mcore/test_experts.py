@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.placing.slices import EVERYTHING
 
 torch = pytest.importorskip("torch")
 

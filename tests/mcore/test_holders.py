@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.placing.slices import EVERYTHING
 
 pytest.importorskip("torch")
 

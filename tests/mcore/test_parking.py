@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.placing.slices import EVERYTHING
 
 torch = pytest.importorskip("torch")
 

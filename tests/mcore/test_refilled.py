@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from odyssey_megatron.plan.slices import EVERYTHING, WHOLE
+from odyssey_megatron.plan.placing.slices import EVERYTHING, WHOLE
 from tests.mcore.test_ahead import backward, gradients
 
 torch = pytest.importorskip("torch")

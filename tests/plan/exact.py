@@ -12,8 +12,8 @@ from pathlib import Path
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes, pipeline_route
-from odyssey_megatron.plan.memory import minimum_bytes
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.plan.placing.memory import minimum_bytes
+from odyssey_megatron.policy.routes.rerouting import reroute
 from tests.plan.samples import layer, uniform_costs
 from tests.plan.test_generate import pipelines
 

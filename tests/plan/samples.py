@@ -3,14 +3,14 @@
 from dataclasses import replace
 from random import Random
 
+from odyssey_megatron.plan.checking.simulate import run_clock
 from odyssey_megatron.plan.costs import Costs, LayerCost
-from odyssey_megatron.plan.eager import fill_bubbles
-from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.schedule import Schedule
-from odyssey_megatron.plan.simulate import run_clock
-from odyssey_megatron.plan.visits import Visits
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.rerouting import heirs
+from odyssey_megatron.plan.scheduling.eager import fill_bubbles
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.visits import Visits
+from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.routes.rerouting import heirs
 from odyssey_megatron.studies.presets import ACCELERATORS, MODELS
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.plan.assignment import Assignment
-from odyssey_megatron.plan.generation import Generation
-from odyssey_megatron.plan.groups import WORLD
+from odyssey_megatron.plan.placing.groups import WORLD
+from odyssey_megatron.plan.sending.assignment import Assignment
+from odyssey_megatron.plan.sending.generation import Generation
 from tests.plan.test_wire import DEAD, WORKERS, planned
 
 LIVING = tuple(rank for rank in range(WORKERS) if rank not in DEAD)

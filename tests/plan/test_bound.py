@@ -3,12 +3,12 @@ from random import Random
 
 import pytest
 
-from odyssey_megatron.plan.bound import cluster_bound_s, lower_bound_s
-from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.checking.bound import cluster_bound_s, lower_bound_s
+from odyssey_megatron.plan.checking.render import render
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.plan.memory import minimum_bytes
-from odyssey_megatron.plan.render import render
-from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.plan.placing.memory import minimum_bytes
+from odyssey_megatron.plan.scheduling.generate import build_schedule
 from tests.plan.samples import measured, uniform_costs
 
 

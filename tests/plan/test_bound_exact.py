@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from odyssey_megatron.plan.bound import lower_bound_s
-from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.checking.bound import lower_bound_s
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.plan.memory import minimum_bytes
-from odyssey_megatron.plan.reductions import buckets, until_passed
-from odyssey_megatron.plan.simulate import simulate
+from odyssey_megatron.plan.placing.memory import minimum_bytes
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.reductions import buckets, until_passed
 from tests.plan.samples import layer, uniform_costs
 
 LONGEST_S = 400

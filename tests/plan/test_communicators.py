@@ -13,12 +13,18 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.communicators import GROUP_BYTES, PAIR_BYTES, Needs, communicators, connect_s
-from odyssey_megatron.plan.groups import WORLD, group_members, pair, way_of
-from odyssey_megatron.plan.transfer import plan_transfers
+from odyssey_megatron.plan.placing.communicators import (
+    GROUP_BYTES,
+    PAIR_BYTES,
+    Needs,
+    communicators,
+    connect_s,
+)
+from odyssey_megatron.plan.placing.groups import WORLD, group_members, pair, way_of
+from odyssey_megatron.plan.placing.transfer import plan_transfers
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import layer, uniform_costs
 
 CELLS = {

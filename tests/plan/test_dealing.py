@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odyssey_megatron.plan.dealing import deal, dearest
+from odyssey_megatron.plan.scheduling.dealing import deal, dearest
 
 
 @st.composite

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.errors import ScheduleInvalid
-from odyssey_megatron.plan.eager import eager_forwards
-from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.checking.simulate import simulate
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.redundancy import with_shadows
-from odyssey_megatron.plan.resume import BEGINS, usable
+from odyssey_megatron.plan.placing.redundancy import with_shadows
 from odyssey_megatron.plan.schedule import parse_instr, schedule_from_text
-from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.plan.verify import verify
-from odyssey_megatron.plan.visits import Visits
-from odyssey_megatron.policy.rerouting import heirs, reroute
+from odyssey_megatron.plan.scheduling.eager import eager_forwards
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.resume import BEGINS, usable
+from odyssey_megatron.plan.scheduling.visits import Visits
+from odyssey_megatron.policy.routes.rerouting import heirs, reroute
 from tests.plan.samples import eager_schedule, uniform_costs
 
 COSTS = uniform_costs(8, ends=True, message_s=0.01)

@@ -2,9 +2,9 @@
 
 import json
 
-from odyssey_megatron.plan.bound import lower_bound_s
-from odyssey_megatron.plan.generate import build_schedule, order_routes
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.checking.bound import lower_bound_s
+from odyssey_megatron.plan.checking.verify import verify
+from odyssey_megatron.plan.scheduling.generate import build_schedule, order_routes
 from tests.plan.exact import OPTIMA, cases, optimum_s
 from tests.plan.samples import measured
 

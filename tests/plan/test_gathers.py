@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from odyssey_megatron.plan.assemble import assemble
-from odyssey_megatron.plan.bound import lower_bound_s
-from odyssey_megatron.plan.gathers import gather_order, gather_s, weights_late_s
+from odyssey_megatron.plan.checking.bound import lower_bound_s
+from odyssey_megatron.plan.checking.simulate import computed_before_s, step_end_s
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.reductions import buckets
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.plan.simulate import computed_before_s, step_end_s
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.scheduling.assemble import assemble
+from odyssey_megatron.plan.scheduling.gathers import gather_order, gather_s, weights_late_s
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.plan.scheduling.reductions import buckets
 from tests.plan.samples import layer, uniform_costs
 
 

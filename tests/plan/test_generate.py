@@ -1,7 +1,8 @@
 import pytest
 
 from odyssey_megatron.errors import LayoutInvalid, PlanInfeasible
-from odyssey_megatron.plan.generate import build_schedule, independent, order_routes
+from odyssey_megatron.plan.checking.simulate import simulate
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import (
     Hop,
     Layout,
@@ -10,10 +11,9 @@ from odyssey_megatron.plan.layout import (
     megatron_layout,
     pipeline_route,
 )
-from odyssey_megatron.plan.memory import activation_caps, one_f_one_b_bytes
+from odyssey_megatron.plan.placing.memory import activation_caps, one_f_one_b_bytes
 from odyssey_megatron.plan.schedule import COMPUTE, Op, schedule_from_text
-from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.scheduling.generate import build_schedule, independent, order_routes
 from tests.plan.samples import uniform_costs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.plan.groups import block_group_name, groups_of_cell
+from odyssey_megatron.plan.placing.groups import block_group_name, groups_of_cell
 
 
 def test_groups_of_a_cell():

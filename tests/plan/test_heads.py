@@ -5,15 +5,15 @@ import random
 import pytest
 
 from odyssey_megatron.errors import ScheduleInvalid
-from odyssey_megatron.plan import verify
-from odyssey_megatron.plan.heads import heads_in_order
+from odyssey_megatron.plan.checking import verify
+from odyssey_megatron.plan.checking.heads import heads_in_order
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.plan.messages import with_turns
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.reductions import buckets, with_reductions
-from odyssey_megatron.plan.visits import Visits
-from odyssey_megatron.policy import ways
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.plan.scheduling.messages import with_turns
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.plan.scheduling.reductions import buckets, with_reductions
+from odyssey_megatron.plan.scheduling.visits import Visits
+from odyssey_megatron.policy.routes.rerouting import reroute
+from odyssey_megatron.policy.shapes import ways
 from tests.plan.samples import uniform_costs
 
 COSTS = uniform_costs(6, message_s=0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.slices import EVERYTHING, NOBODY, WHOLE
+from odyssey_megatron.plan.placing.slices import EVERYTHING, NOBODY, WHOLE
 
 ROUTED = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0, 1)),))
 

@@ -8,9 +8,9 @@ from math import inf
 
 import pytest
 
-from odyssey_megatron.plan import list_schedule
-from odyssey_megatron.plan.list_schedule import best_order
-from odyssey_megatron.plan.tasks import (
+from odyssey_megatron.plan.scheduling import list_schedule
+from odyssey_megatron.plan.scheduling.list_schedule import best_order
+from odyssey_megatron.plan.scheduling.tasks import (
     TICKS_PER_S,
     Shape,
     by_number,

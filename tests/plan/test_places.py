@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.plan.schedule import MESSAGE, SEND, Op
+from odyssey_megatron.plan.scheduling.generate import build_schedule
 from tests.plan.samples import uniform_costs
 
 RECEIVED = {Op.FORWARD: Op.RECV_FORWARD, Op.INPUT_GRAD: Op.RECV_BACKWARD, Op.BACKWARD: Op.RECV_BACKWARD}

@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from odyssey_megatron.plan.assemble import assemble
-from odyssey_megatron.plan.bound import lower_bound_s
-from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.checking.bound import lower_bound_s
+from odyssey_megatron.plan.checking.simulate import reduce_s, simulate, step_end_s
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.reductions import (
+from odyssey_megatron.plan.schedule import Op, schedule_from_text
+from odyssey_megatron.plan.scheduling.assemble import assemble
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.plan.scheduling.reductions import (
     BUCKET_PARAMETERS,
     BUCKET_PARAMETERS_PER_HOLDER,
     Tail,
     buckets,
 )
-from odyssey_megatron.plan.schedule import Op, schedule_from_text
-from odyssey_megatron.plan.simulate import reduce_s, simulate, step_end_s
-from odyssey_megatron.plan.verify import verify
 from tests.plan.samples import layer, uniform_costs
 
 RAGGED = layout_from_routes(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.plan.layout import Layout, megatron_layout
-from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
-from odyssey_megatron.plan.slices import WHOLE, size
-from odyssey_megatron.plan.transfer import plan_transfers
+from odyssey_megatron.plan.placing.memory import state_bytes
+from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
+from odyssey_megatron.plan.placing.slices import WHOLE, size
+from odyssey_megatron.plan.placing.transfer import plan_transfers
 from tests.plan.samples import uniform_costs
 
 NODES = {worker: worker // 2 for worker in range(4)}

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.execute.progress import Progress
-from odyssey_megatron.plan.generate import build_schedule
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.redundancy import with_shadows
-from odyssey_megatron.plan.resume import BEGINS, REACHES, done_visits, fits, rest, usable
+from odyssey_megatron.plan.placing.memory import state_bytes
+from odyssey_megatron.plan.placing.redundancy import with_shadows
 from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, SEND, Instr, Op, Schedule
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.resume import BEGINS, REACHES, done_visits, fits, rest, usable
 from odyssey_megatron.policy.policies.drop import drop_pipelines
 from odyssey_megatron.policy.policies.shift import shift_layers
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.routes.rerouting import reroute
 from tests.plan.samples import eager_schedule, uniform_costs
 
 SLOW = "ODYSSEY_SLOW_TESTS" in os.environ

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odyssey_megatron.plan.runs import from_runs, to_runs
+from odyssey_megatron.plan.sending.runs import from_runs, to_runs
 
 
 @given(st.lists(st.integers(0, 30)))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import (
+from odyssey_megatron.plan.placing.slices import (
     NOBODY,
     WHOLE,
     elements,
@@ -22,7 +22,7 @@ from odyssey_megatron.plan.slices import (
     within,
     without,
 )
-from odyssey_megatron.plan.transfer import plan_transfers
+from odyssey_megatron.plan.placing.transfer import plan_transfers
 from tests.plan.samples import uniform_costs
 
 

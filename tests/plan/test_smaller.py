@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.schedule import Schedule
-from odyssey_megatron.plan.smaller import smaller
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.smaller import smaller
 from tests.plan.samples import uniform_costs
 
 LAYOUTS = {

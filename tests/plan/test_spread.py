@@ -9,10 +9,10 @@ import pytest
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.redundancy import with_keepers
-from odyssey_megatron.plan.spread import on_one_node, spread
+from odyssey_megatron.plan.placing.redundancy import with_keepers
+from odyssey_megatron.plan.placing.spread import on_one_node, spread
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 
 JOB = JobSpec(

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.errors import LayersLost, ScheduleInvalid
-from odyssey_megatron.plan.assemble import assemble
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.costs import LayerCost
 from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.order import order_routes
+from odyssey_megatron.plan.placing.memory import state_bytes
+from odyssey_megatron.plan.placing.transfer import needed_at_once, plan_transfers
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.plan.transfer import needed_at_once, plan_transfers
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.scheduling.assemble import assemble
+from odyssey_megatron.plan.scheduling.order import order_routes
 from tests.plan.samples import uniform_costs
 
 WEIGHT = LayerCost(

@@ -4,14 +4,14 @@ import pytest
 
 from odyssey_megatron.errors import LayersLost
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.transfer import (
+from odyssey_megatron.plan.placing.transfer import (
     assign_seats,
     cheapest_assignment,
     greedy_assignment,
     plan_transfers,
     transfer_s,
 )
+from odyssey_megatron.plan.plan import Transfer
 from tests.plan.samples import uniform_costs
 
 

@@ -5,11 +5,11 @@ import re
 import pytest
 
 from odyssey_megatron.errors import ScheduleInvalid
-from odyssey_megatron.plan.generate import build_schedule
+from odyssey_megatron.plan.checking.simulate import simulate
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.plan.simulate import simulate
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.scheduling.generate import build_schedule
 from tests.plan.samples import uniform_costs
 
 LAYOUT = layout_from_routes(

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.errors import LayoutInvalid, ScheduleInvalid
-from odyssey_megatron.plan.assemble import assemble
-from odyssey_megatron.plan.generate import build_schedule, order_routes
+from odyssey_megatron.plan.checking.verify import verify, verify_codes
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.programs import Programs
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.plan.verify import verify, verify_codes
-from odyssey_megatron.plan.visits import Visits
+from odyssey_megatron.plan.scheduling.assemble import assemble
+from odyssey_megatron.plan.scheduling.generate import build_schedule, order_routes
+from odyssey_megatron.plan.scheduling.programs import Programs
+from odyssey_megatron.plan.scheduling.visits import Visits
 from tests.plan.samples import uniform_costs
 
 LAYOUT = layout_from_routes(

@@ -10,12 +10,12 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.generation import Generation
 from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.programs import Programs
-from odyssey_megatron.plan.resume import BEGINS, fits
-from odyssey_megatron.plan.wire import (
+from odyssey_megatron.plan.scheduling.programs import Programs
+from odyssey_megatron.plan.scheduling.resume import BEGINS, fits
+from odyssey_megatron.plan.sending.generation import Generation
+from odyssey_megatron.plan.sending.wire import (
     NO_PART,
     Head,
     WorkerPart,
@@ -24,9 +24,9 @@ from odyssey_megatron.plan.wire import (
     to_wire,
     with_all_routes,
 )
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 
 WORKERS, DEAD = 12, {1, 6}

@@ -11,12 +11,12 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.checking.verify import verify
+from odyssey_megatron.policy.costs.measured import Measured
+from odyssey_megatron.policy.costs.profile import Observation, Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.measured import Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Observation, Profile
 from tests.plan.samples import uniform_costs
 from tests.policy.test_risk import CONFIG, JOB, PROFILE, START, struck
 

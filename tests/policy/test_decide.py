@@ -12,13 +12,13 @@ from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.policy.costs.estimate import AttentionShape, Precision, estimated_profile
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
-from odyssey_megatron.policy.estimate import AttentionShape, Precision, estimated_profile
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.table import candidates_table
 from tests.plan.samples import uniform_costs
 

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import pytest
 
-from odyssey_megatron.plan.bound import cluster_bound_s
+from odyssey_megatron.plan.checking.bound import cluster_bound_s
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.policy import ways
-from odyssey_megatron.policy.divide import divided, named
-from odyssey_megatron.policy.search import Search
-from odyssey_megatron.policy.seating import place
+from odyssey_megatron.policy.shapes import ways
+from odyssey_megatron.policy.shapes.divide import divided, named
+from odyssey_megatron.policy.shapes.search import Search
+from odyssey_megatron.policy.shapes.seating import place
 from tests.benchmarks import llama
 from tests.benchmarks.policies import LAYERS, job_of, profile_of, recover
 from tests.plan.samples import uniform_costs

@@ -9,10 +9,10 @@ import pytest
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.bound import cluster_bound_s
+from odyssey_megatron.plan.checking.bound import cluster_bound_s
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from tests.policy.exact_layouts import OPTIMA, cases, optimum_s
 
 CASES = dict(cases())

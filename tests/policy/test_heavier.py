@@ -11,10 +11,10 @@ from odyssey_megatron.cluster.state import Share, apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.memory import per_rank
+from odyssey_megatron.plan.placing.memory import per_rank
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.heavier import Heavier
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import preset_profile, uniform_costs
 from tests.plan.second import Second, held_bytes
 from tests.policy.test_risk import JOB

@@ -10,10 +10,10 @@ from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict
-from odyssey_megatron.policy.history import History
-from odyssey_megatron.policy.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen, UnevenSeen
+from odyssey_megatron.policy.costs.history import History
+from odyssey_megatron.policy.costs.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen, UnevenSeen
+from odyssey_megatron.policy.costs.profile import Observation
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Observation
 from tests.policy.test_decide import PROFILE, job
 
 FOREVER = 3600.0

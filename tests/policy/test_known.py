@@ -9,13 +9,13 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, policies
-from odyssey_megatron.plan import assemble, order
-from odyssey_megatron.plan.known import _KEPT_BYTES, _Kept, known
-from odyssey_megatron.policy import partition
-from odyssey_megatron.policy.measured import Measured, alike
+from odyssey_megatron.plan.scheduling import assemble, order
+from odyssey_megatron.plan.scheduling.known import _KEPT_BYTES, _Kept, known
+from odyssey_megatron.policy.costs.measured import Measured, alike
+from odyssey_megatron.policy.costs.profile import Observation, load_profile
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.preparing import incidents
-from odyssey_megatron.policy.profile import Observation, load_profile
+from odyssey_megatron.policy.shapes import partition
 from tests.plan.samples import preset_profile
 from tests.policy.test_decide import PROFILE, job
 

@@ -1,14 +1,14 @@
 import pytest
 
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.generate import build_schedule, order_routes
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import Hop, Layout, layout_from_routes, megatron_layout, pipeline_route
-from odyssey_megatron.plan.verify import verify
-from odyssey_megatron.policy.paths import merge_hops
+from odyssey_megatron.plan.scheduling.generate import build_schedule, order_routes
 from odyssey_megatron.policy.policies.drop import drop_pipelines
 from odyssey_megatron.policy.policies.shift import shift_layers
-from odyssey_megatron.policy.rerouting import reroute
-from odyssey_megatron.policy.shares import deal
+from odyssey_megatron.policy.routes.paths import merge_hops
+from odyssey_megatron.policy.routes.rerouting import reroute
+from odyssey_megatron.policy.shapes.shares import deal
 from tests.plan.samples import uniform_costs
 from tests.plan.test_generate import pipelines
 

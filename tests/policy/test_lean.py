@@ -8,11 +8,11 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.lean import leaner
-from odyssey_megatron.plan.memory import caps_for, minimum_bytes
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.simulate import simulate, step_end_s
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.checking.simulate import simulate, step_end_s
+from odyssey_megatron.plan.checking.verify import verify
+from odyssey_megatron.plan.placing.memory import caps_for, minimum_bytes
+from odyssey_megatron.plan.scheduling.lean import leaner
+from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.studies.presets import GIB

@@ -17,14 +17,14 @@ from odyssey_megatron.cluster.state import (
 )
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.bound import lower_bound_s
+from odyssey_megatron.plan.checking.bound import lower_bound_s
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.schedule import Schedule
-from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.links import around, exchanged, side_by_side, sums_wait_s, waits_s
 from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.policy.routes.links import around, exchanged, side_by_side, sums_wait_s, waits_s
 from tests.benchmarks.policies import job_of as benchmark_job
 from tests.benchmarks.policies import profile_of
 from tests.policy.test_decide import PROFILE, job

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.codec import from_json, to_json
-from odyssey_megatron.policy.estimate import AttentionShape, estimated_profile
-from odyssey_megatron.policy.measured import LinkSeen, LinkTimes, Measured, with_measured
-from odyssey_megatron.policy.profile import Observation
+from odyssey_megatron.policy.costs.estimate import AttentionShape, estimated_profile
+from odyssey_megatron.policy.costs.measured import LinkSeen, LinkTimes, Measured, with_measured
+from odyssey_megatron.policy.costs.profile import Observation
 
 PROFILE = estimated_profile(
     num_transformer_layers=4, hidden_size=64, ffn_hidden_size=128, attention=AttentionShape.grouped(64, 4, 2, 16),

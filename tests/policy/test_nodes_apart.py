@@ -12,8 +12,8 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.plan.redundancy import with_keepers
-from odyssey_megatron.plan.spread import apart, on_one_node
+from odyssey_megatron.plan.placing.redundancy import with_keepers
+from odyssey_megatron.plan.placing.spread import apart, on_one_node
 from odyssey_megatron.policy import contest
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan

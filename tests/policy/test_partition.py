@@ -10,17 +10,17 @@ from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import Share, apply, initial_state, with_slow_links
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.plan.memory import fullest_bytes
-from odyssey_megatron.policy import partition
+from odyssey_megatron.plan.placing.memory import fullest_bytes
 from odyssey_megatron.policy.case import Case, with_links
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import scheduled
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.kinds import Slow, stages_of
-from odyssey_megatron.policy.links import around
-from odyssey_megatron.policy.pipelines import ALIKE, Pipelines
 from odyssey_megatron.policy.policies import replan
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.search import Search
+from odyssey_megatron.policy.routes.links import around
+from odyssey_megatron.policy.shapes import partition
+from odyssey_megatron.policy.shapes.kinds import Slow, stages_of
+from odyssey_megatron.policy.shapes.pipelines import ALIKE, Pipelines
+from odyssey_megatron.policy.shapes.search import Search
 from tests.benchmarks.policies import LAYERS, costs
 from tests.plan.samples import layer, preset_profile, uniform_costs
 

@@ -11,8 +11,8 @@ from odyssey_megatron.cluster.state import initial_state, with_slow_links
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.policy.case import Case, with_links
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.policies import POLICIES, mix
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.proposal import Sketch
 from tests.plan.samples import uniform_costs
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.estimate import AttentionShape, Experts, estimated_profile
-from odyssey_megatron.policy.profile import Observation, Profile, calibrate, load_profile
+from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, estimated_profile
+from odyssey_megatron.policy.costs.profile import Observation, Profile, calibrate, load_profile
 from tests.plan.samples import uniform_costs
 
 SHAPE = {

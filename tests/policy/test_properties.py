@@ -17,14 +17,14 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state, with_slow_links
 from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.costs import Costs, LayerCost
-from odyssey_megatron.plan.memory import state_bytes
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.placing.memory import state_bytes
 from odyssey_megatron.policy.case import with_links, worker_shares
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.pipelines import ALIKE
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.policy.shapes.pipelines import ALIKE
 from tests.plan.second import Second, held_bytes
 
 SLOW = "ODYSSEY_SLOW_TESTS" in os.environ

@@ -11,8 +11,8 @@ from odyssey_megatron.cluster.state import initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.redundancy import MODES, choose, possible
 from tests.plan.samples import uniform_costs
 

@@ -11,9 +11,9 @@ from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.policy.two_speed import towards
 from tests.policy.test_decide import PROFILE, job
 

@@ -11,10 +11,10 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.verify import verify
+from odyssey_megatron.plan.checking.verify import verify
+from odyssey_megatron.policy.costs.measured import Measured
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.measured import Measured
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.reasons import lost_to
 from odyssey_megatron.policy.score import START_S, restart_cost_s

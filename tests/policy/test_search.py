@@ -8,16 +8,16 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.generate import order_routes
+from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.plan.simulate import step_end_s
+from odyssey_megatron.plan.scheduling.generate import order_routes
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.search import Search
-from odyssey_megatron.policy.seating import place
-from odyssey_megatron.policy.shares import Rate, deal, finish_s, min_max_shares
-from odyssey_megatron.policy.splits import Splits
+from odyssey_megatron.policy.shapes.search import Search
+from odyssey_megatron.policy.shapes.seating import place
+from odyssey_megatron.policy.shapes.shares import Rate, deal, finish_s, min_max_shares
+from odyssey_megatron.policy.shapes.splits import Splits
 from tests.plan.samples import FREE, layer, uniform_costs
 from tests.plan.test_generate import pipelines
 

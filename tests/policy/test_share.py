@@ -11,20 +11,20 @@ from odyssey_megatron.cluster.state import Share, apply, initial_state, with_spe
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.layout import Hop, Route, layout_from_routes
-from odyssey_megatron.plan.memory import (
+from odyssey_megatron.plan.placing.memory import (
     activation_caps,
     caps_for,
     fullest_bytes,
     per_rank,
     state_bytes,
 )
-from odyssey_megatron.plan.simulate import simulate
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Profile
 from tests.plan.samples import uniform_costs
 from tests.policy.test_decide import check, job, kill
 

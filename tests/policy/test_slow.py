@@ -7,12 +7,12 @@ import pytest
 
 from odyssey_megatron.cluster.state import Share
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.policy import ways
-from odyssey_megatron.policy.kinds import Slow, healthy_of, mixed, sort_of, stages_of
-from odyssey_megatron.policy.knapsack import packed
-from odyssey_megatron.policy.search import Search
-from odyssey_megatron.policy.seating import place
-from odyssey_megatron.policy.splits import Splits, cut_of, stage_times_s
+from odyssey_megatron.policy.shapes import ways
+from odyssey_megatron.policy.shapes.kinds import Slow, healthy_of, mixed, sort_of, stages_of
+from odyssey_megatron.policy.shapes.knapsack import packed
+from odyssey_megatron.policy.shapes.search import Search
+from odyssey_megatron.policy.shapes.seating import place
+from odyssey_megatron.policy.shapes.splits import Splits, cut_of, stage_times_s
 from tests.benchmarks import slow as benchmark
 from tests.benchmarks.policies import SETTINGS
 from tests.plan.samples import uniform_costs

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from odyssey_megatron.policy.search import Search
-from odyssey_megatron.policy.turns import Turns
+from odyssey_megatron.policy.shapes.search import Search
+from odyssey_megatron.policy.shapes.turns import Turns
 from tests.plan.samples import preset_profile
 
 WORKERS, MICROBATCHES = (23, 22, 21, 20), 48

@@ -6,7 +6,7 @@ import pytest
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.plan.slices import NOBODY
+from odyssey_megatron.plan.placing.slices import NOBODY
 from odyssey_megatron.policy.decide import at_once, decide, decide_at_once
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.two_speed import towards, two_speed

@@ -9,14 +9,14 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import layout_from_routes
-from odyssey_megatron.policy import ways
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.partition import ranked
-from odyssey_megatron.policy.pipelines import WORTH
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.search import Search
-from odyssey_megatron.policy.splits import Splits
+from odyssey_megatron.policy.shapes import ways
+from odyssey_megatron.policy.shapes.partition import ranked
+from odyssey_megatron.policy.shapes.pipelines import WORTH
+from odyssey_megatron.policy.shapes.search import Search
+from odyssey_megatron.policy.shapes.splits import Splits
 from tests.benchmarks.policies import LAYERS, costs
 from tests.plan.samples import layer, uniform_costs
 

@@ -14,8 +14,8 @@ from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import TensorsDiffer
 from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.placing.slices import Span, elements
 from odyssey_megatron.plan.plan import Transfer
-from odyssey_megatron.plan.slices import Span, elements
 from odyssey_megatron.rebuild.groups import GroupSet, build_groups, init_default_group
 from odyssey_megatron.rebuild.manifest import Tensors
 from odyssey_megatron.rebuild.transfer import Moving, Spreading, Way

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import OdysseyError, PeerFailed, Superseded
 from odyssey_megatron.launch.rank.member import Member
-from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.rebuild.groups import GroupSet, build_groups, init_default_group
 from tests.launch.toy import posted_job
 

@@ -9,9 +9,9 @@ import pytest
 
 from odyssey_megatron.launch.coordinator.reactions import JobState
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Profile
 from tests.execute import stack
 from tests.strict.job import Case, Kill
 

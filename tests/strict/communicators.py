@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.errors import Superseded
-from odyssey_megatron.plan.groups import Channel
+from odyssey_megatron.plan.placing.groups import Channel
 from odyssey_megatron.rebuild.abort import Abort, NcclAbort, Use
 from odyssey_megatron.rebuild.kept import Spare
 from odyssey_megatron.rebuild.library import Connect, comes_first

@@ -31,10 +31,10 @@ from odyssey_megatron.launch.rank import company, member, watch
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.verdict import JobVerdict
-from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Profile
 from tests.strict.machine import Host, Machine, this_host
 
 _TURNS = 1000

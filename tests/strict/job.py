@@ -25,12 +25,12 @@ from odyssey_megatron.errors import EXIT_FENCED, ControlPlaneLost, Fenced, JobSt
 from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.coordinator.reactions import JobState
 from odyssey_megatron.launch.wire.control import observations_key
-from odyssey_megatron.plan.communicators import Needs, communicators
-from odyssey_megatron.plan.generation import Generation
+from odyssey_megatron.plan.placing.communicators import Needs, communicators
+from odyssey_megatron.plan.placing.slices import Span
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.slices import Span
+from odyssey_megatron.plan.sending.generation import Generation
+from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.profile import Profile
 from odyssey_megatron.rebuild import groups, registry
 from odyssey_megatron.rebuild import world as following
 from odyssey_megatron.rebuild.groups import build_groups
@@ -376,7 +376,7 @@ class Ended:
 
     def told_anew(self, number: int, before: int = 0) -> tuple[int, int]:
         """For generation ``number``, how many the rank that has connected most has connected, and how many
-        ``plan/communicators.py`` says that it does behind that of number ``before``; 0: none.
+        ``plan/placing/communicators.py`` says that it does behind that of number ``before``; 0: none.
         """
         after, previous = (
             next(

@@ -14,7 +14,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import TransferIncomplete
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import Span, elements, without
+from odyssey_megatron.plan.placing.slices import Span, elements, without
 from odyssey_megatron.rebuild.manifest import Tensors
 from tests.execute.alone import apply_step
 from tests.execute.held import Outcome, State

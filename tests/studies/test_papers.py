@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.plan.generate import build_schedule
-from odyssey_megatron.plan.memory import activation_caps
-from odyssey_megatron.plan.order import order_routes
-from odyssey_megatron.plan.simulate import simulate, step_end_s
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.rerouting import reroute
-from odyssey_megatron.policy.shares import Rate, min_max_shares
+from odyssey_megatron.plan.checking.simulate import simulate, step_end_s
+from odyssey_megatron.plan.placing.memory import activation_caps
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from odyssey_megatron.plan.scheduling.order import order_routes
+from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.routes.rerouting import reroute
+from odyssey_megatron.policy.shapes.shares import Rate, min_max_shares
 from odyssey_megatron.studies.baselines import Running, System, World, healthy_layout, one_f_one_b_step_s
 from odyssey_megatron.studies.chameleon import Chameleon
 from odyssey_megatron.studies.oobleck import Oobleck

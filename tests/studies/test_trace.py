@@ -9,10 +9,10 @@ import pytest
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import policies
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.plan.generate import order_routes
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
-from odyssey_megatron.policy.profile import Profile
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.plan.scheduling.generate import order_routes
+from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.routes.rerouting import reroute
 from odyssey_megatron.studies.baselines import (
     Bamboo,
     Restart,

@@ -8,8 +8,8 @@ import pytest
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.errors import EXIT_LAYERS_LOST, ConfigError
 from odyssey_megatron.inputs import output_file
+from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.plan.verify import verify
 from odyssey_megatron.studies import whatif
 from odyssey_megatron.studies.presets import MODELS
 from odyssey_megatron.studies.whatif import main_plan

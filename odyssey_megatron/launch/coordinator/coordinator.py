@@ -52,9 +52,9 @@ from odyssey_megatron.launch.wire.leases import Leases
 from odyssey_megatron.launch.wire.verdict import JobVerdict, after_training, before_training, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
-from odyssey_megatron.plan.generation import CandidateRow, Finished, Generation, Message, Stop
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.spread import on_one_node, spread
+from odyssey_megatron.plan.placing.spread import on_one_node, spread
+from odyssey_megatron.plan.sending.generation import CandidateRow, Finished, Generation, Message, Stop
 from odyssey_megatron.policy.table import candidates_table
 
 _log = logging.getLogger(__name__)

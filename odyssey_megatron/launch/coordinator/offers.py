@@ -15,8 +15,8 @@ from odyssey_megatron.launch.coordinator.planner import Planner
 from odyssey_megatron.launch.coordinator.reactions import JobState
 from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.launch.coordinator.replacing import Leaving, Named, Replacing
-from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.planner import Decided
 
 _log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from odyssey_megatron.cluster.state import (
 from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND, LayersLost
 from odyssey_megatron.launch.coordinator.offer_tries import OfferTries
 from odyssey_megatron.launch.wire.verdict import JobVerdict
-from odyssey_megatron.plan.generation import Finished, Generation, Stop
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
 
 _MAX_FRUITLESS = 20
 """Number of requests for fresh groups in a row that the job survives, if meanwhile no work was done and no rank died

@@ -15,8 +15,8 @@ from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.coordinator.planner import Planner
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.generation import CandidateRow
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.replacing import (
     Smaller,
     WithoutThem,

@@ -11,7 +11,7 @@ from odyssey_megatron.launch.rank.watch import Watch
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.control import Control
-from odyssey_megatron.plan.generation import Finished, Generation, Stop
+from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
 
 _RETRY_AFTER_S, _LOOK_S = 0.5, 0.01
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from odyssey_megatron.codec import from_jsonable, parsed
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
-from odyssey_megatron.plan import wire
-from odyssey_megatron.plan.generation import Finished, Stop
-from odyssey_megatron.plan.runs import from_runs
+from odyssey_megatron.plan.sending import wire
+from odyssey_megatron.plan.sending.generation import Finished, Stop
+from odyssey_megatron.plan.sending.runs import from_runs
 
 PATIENCE_S = 1.0
 """Time that a rank that goes on may take to hear of a generation. After it, the step is done again instead."""

@@ -39,8 +39,8 @@ from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.generation import Finished, Generation
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.sending.generation import Finished, Generation
 
 
 class Member:

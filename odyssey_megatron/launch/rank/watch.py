@@ -15,7 +15,7 @@ from odyssey_megatron.launch.rank.alike import KnownSince
 from odyssey_megatron.launch.rank.attention import Attention
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
-from odyssey_megatron.plan.generation import Finished
+from odyssey_megatron.plan.sending.generation import Finished
 
 
 class Watch:

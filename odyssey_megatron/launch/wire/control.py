@@ -63,7 +63,7 @@ def generation_key(number: int) -> str:
 
 
 def part_key(number: int, worker: int) -> str:
-    """Return the key of the part of a generation that concerns one worker (``plan/wire.py``)."""
+    """Return the key of the part of a generation that concerns one worker (``plan/sending/wire.py``)."""
     return f"{generation_key(number)}/part/{worker}"
 
 

@@ -6,9 +6,9 @@ from odyssey_megatron.codec import from_json, from_jsonable, parsed, to_json
 from odyssey_megatron.errors import Superseded
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
-from odyssey_megatron.plan import wire
-from odyssey_megatron.plan.generation import Finished, Generation, Message, Stop
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.sending import wire
+from odyssey_megatron.plan.sending.generation import Finished, Generation, Message, Stop
 
 
 def send(message: Message, cell_size: int, control: Control) -> None:

@@ -24,8 +24,8 @@ from odyssey_megatron.mcore.loop.balance import Balance
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model import groups, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
-from odyssey_megatron.policy.estimate import Precision
-from odyssey_megatron.policy.profile import Profile, load_profile
+from odyssey_megatron.policy.costs.estimate import Precision
+from odyssey_megatron.policy.costs.profile import Profile, load_profile
 from odyssey_megatron.upstream import compat, refusals, smaller
 
 
@@ -256,8 +256,8 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
         ConfigError: see ``compat.check_packed``.
     """
     compat.check_packed(args)
-    # Each layer's state is cut over its holders (``plan/slices.py``), rather than the state of a stage's buffers over
-    # replicas.
+    # Each layer's state is cut over its holders (``plan/placing/slices.py``), rather than the state of a stage's
+    # buffers over replicas.
     _set(args, False, "use_distributed_optimizer", "overlap_param_gather")
     # Reductions are instructions of the schedule.
     _set(args, False, "overlap_grad_reduce", "align_grad_reduce")

@@ -2,9 +2,9 @@
 
 The ranks that compute heads look up, before the end of a step, how long the sequences of the next one are. The lengths
 travel with the step's agreement. So all ranks know them, also those that finish the step by themselves or join after
-it, and each works out the same dealing (``plan/dealing.py``), which holds for all of that step, whoever dies in it.
-Data, randomness and losses depend on a microbatch's number in the step, which does not change; only its place does. The
-first step of a job, and the first after loading a checkpoint, is in natural order.
+it, and each works out the same dealing (``plan/scheduling/dealing.py``), which holds for all of that step, whoever dies
+in it. Data, randomness and losses depend on a microbatch's number in the step, which does not change; only its place
+does. The first step of a job, and the first after loading a checkpoint, is in natural order.
 
 The cost of a sequence by its length is estimated until ranks have measured it. The measured times by squared lengths
 travel with the agreement, too, so that all ranks use the same sums.
@@ -26,10 +26,10 @@ from odyssey_megatron.diagnosis.fit import cost
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.names import step_name
-from odyssey_megatron.plan.dealing import deal, dearest
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Instr, by_microbatch
-from odyssey_megatron.policy.profile import Profile
+from odyssey_megatron.plan.scheduling.dealing import deal, dearest
+from odyssey_megatron.policy.costs.profile import Profile
 
 _FINE = 2**30
 """Cost of the most expensive microbatch possible on one rank; all costs are whole numbers, scaled to this."""

@@ -29,7 +29,7 @@ from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.layers import LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, count_steps, pairs, settings_of, take_over
-from odyssey_megatron.plan.slices import EVERYTHING
+from odyssey_megatron.plan.placing.slices import EVERYTHING
 from odyssey_megatron.upstream import compat
 
 

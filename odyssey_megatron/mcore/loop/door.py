@@ -46,7 +46,7 @@ from odyssey_megatron.mcore.model.optimizer import LearningRate, schedule_refuse
 from odyssey_megatron.mcore.model.stage import OwnStage
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.mcore.settings import settings_of
-from odyssey_megatron.plan.groups import WORLD
+from odyssey_megatron.plan.placing.groups import WORLD
 from odyssey_megatron.recover import Recovery
 from odyssey_megatron.upstream import compat, refusals, seam_table, seams
 

@@ -17,7 +17,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model.optimizer import Origin
-from odyssey_megatron.plan.groups import WORLD, groups_of_cell
+from odyssey_megatron.plan.placing.groups import WORLD, groups_of_cell
 from odyssey_megatron.rebuild.groups import NEVER_OVER, GroupSet, build_groups
 
 _NOTE = "start"

@@ -14,7 +14,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.mcore.loop.joining import starting_groups
 from odyssey_megatron.mcore.model import groups
 from odyssey_megatron.mcore.plugin import Session
-from odyssey_megatron.plan.groups import WORLD
+from odyssey_megatron.plan.placing.groups import WORLD
 from odyssey_megatron.rebuild.world import Together
 
 

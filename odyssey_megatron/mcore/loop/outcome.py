@@ -14,7 +14,7 @@ from odyssey_megatron.mcore.model import experts
 from odyssey_megatron.mcore.model.flat import is_duplicated, ranges
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock, main_grad
 from odyssey_megatron.mcore.pinned import to_device
-from odyssey_megatron.plan.slices import Span
+from odyssey_megatron.plan.placing.slices import Span
 
 Losses = Mapping[int, Mapping[str, torch.Tensor]]
 """Microbatch -> what its forward step reported: for each name a value, or a sum and a count."""

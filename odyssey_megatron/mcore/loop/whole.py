@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
-from odyssey_megatron.plan.slices import EVERYTHING, Slice, Span, firsts, kept
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Slice, Span, firsts, kept
 from odyssey_megatron.rebuild.transfer import packed, places, unpack
 
 HoldersOf = Callable[[int, int, int], tuple[dist.ProcessGroup, Sequence[int]]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
-from odyssey_megatron.plan.slices import Span, without
+from odyssey_megatron.plan.placing.slices import Span, without
 
 
 class Arriving:

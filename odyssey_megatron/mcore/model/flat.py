@@ -11,7 +11,7 @@ import torch
 
 from odyssey_megatron.cluster.shapes import Each
 from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_all_in_whole, of_one_rank
-from odyssey_megatron.plan.slices import EVERYTHING, Span, elements
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, elements
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.plan.groups import cell_group_name, groups_of_cell
+from odyssey_megatron.plan.placing.groups import cell_group_name, groups_of_cell
 from odyssey_megatron.rebuild import world
 
 _FORBIDDEN = (

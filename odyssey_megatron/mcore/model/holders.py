@@ -20,7 +20,7 @@ from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.parts import Parts
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import Span, kept
+from odyssey_megatron.plan.placing.slices import Span, kept
 
 Digests = Mapping[tuple[int, Span | None], bytes]
 """(layer, span of its optimizer state, or None for its weights) -> the digest."""

@@ -26,7 +26,7 @@ from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.mcore.model.parts import Parts
 from odyssey_megatron.mcore.model.place import Place
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import EVERYTHING, Span
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span
 
 
 class Holdings:

@@ -26,7 +26,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model import experts, needed, rng, slots, span, te, wgrad
 from odyssey_megatron.mcore.model import groups as own
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
-from odyssey_megatron.plan.slices import EVERYTHING, Span
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span
 from odyssey_megatron.upstream import compat
 
 ModelProvider = Callable[..., Any]

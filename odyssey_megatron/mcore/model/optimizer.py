@@ -22,7 +22,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.model.experts import is_spread, of_one_rank
 from odyssey_megatron.mcore.model.flat import Range, ranges
 from odyssey_megatron.mcore.model.parking import Parking
-from odyssey_megatron.plan.slices import EVERYTHING, Span
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span
 from odyssey_megatron.rebuild.world import alone
 from odyssey_megatron.upstream import compat
 

@@ -16,7 +16,7 @@ from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.model.wgrad import Flight, Flights, WeightGrads
-from odyssey_megatron.plan.resume import Visit
+from odyssey_megatron.plan.scheduling.resume import Visit
 from odyssey_megatron.upstream import compat
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any] | None]]

@@ -16,7 +16,7 @@ from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.mcore.model.parts import Tensors
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.slices import EVERYTHING, Span, within, without
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, within, without
 
 
 class StateTransfer:

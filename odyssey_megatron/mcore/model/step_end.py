@@ -18,8 +18,8 @@ from odyssey_megatron.mcore.model.optimizer import LearningRate
 from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.names import step_name
+from odyssey_megatron.plan.placing.slices import firsts
 from odyssey_megatron.plan.schedule import Instr
-from odyssey_megatron.plan.slices import firsts
 
 
 class StepEnd:

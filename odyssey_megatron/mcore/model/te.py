@@ -15,10 +15,10 @@ microbatch are still valid. With None TE always accumulates, and keeps nothing.
 and the function that computes it there (pytorch/module/_common.py, ``WeightGradStore``, since 2.3). TE's own store is a
 queue for each module, which Megatron's ``delay_wgrad_compute`` empties in the order of the backwards. :class:`Later`
 replaces it: here what waits belongs to its microbatch, as with Megatron's own layers. So the table of an interrupted
-step (``plan/resume.py``) is right about it, activations live as long as the plan assumes, and what an abandoned step
-leaves goes with that step. Recomputation needs nothing special: its first forward records no backward. Megatron's flag
-stays off, since it would also take parameters out of the DDP hooks that Odyssey's blocks have (core_v0.16.1
-distributed_data_parallel.py, line 328).
+step (``plan/scheduling/resume.py``) is right about it, activations live as long as the plan assumes, and what an
+abandoned step leaves goes with that step. Recomputation needs nothing special: its first forward records no backward.
+Megatron's flag stays off, since it would also take parameters out of the DDP hooks that Odyssey's blocks have
+(core_v0.16.1 distributed_data_parallel.py, line 328).
 
 **fp8.** Three recipes keep nothing from one microbatch to the next: the scales of a tensor are computed from its
 contents alone (v2.18 quantization.py, ``is_stateless_recipe``). With these TE does not touch what it keeps for delayed

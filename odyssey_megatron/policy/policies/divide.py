@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.case import Case
-from odyssey_megatron.policy.divide import divided, named
 from odyssey_megatron.policy.proposal import Policy, Sketch
-from odyssey_megatron.policy.seating import PipelineShapes, place
+from odyssey_megatron.policy.shapes.divide import divided, named
+from odyssey_megatron.policy.shapes.seating import PipelineShapes, place
 
 
 class Divide(Policy):

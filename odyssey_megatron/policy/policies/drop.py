@@ -8,8 +8,8 @@ from heapq import heapify, heapreplace
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Hop, Layout
 from odyssey_megatron.policy.case import Case
-from odyssey_megatron.policy.paths import group_routes
 from odyssey_megatron.policy.proposal import Policy, Proposal
+from odyssey_megatron.policy.routes.paths import group_routes
 
 
 class Drop(Policy):

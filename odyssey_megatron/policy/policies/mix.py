@@ -7,13 +7,13 @@ from contextlib import suppress
 from itertools import islice
 
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.bound import cluster_bound_s
+from odyssey_megatron.plan.checking.bound import cluster_bound_s
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.redundancy import with_keepers, with_shadows
+from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.policy.case import Case
-from odyssey_megatron.policy.mixing import Mixing, judged_by, seated
 from odyssey_megatron.policy.policies import replan
 from odyssey_megatron.policy.proposal import Policy, Sketch
+from odyssey_megatron.policy.routes.mixing import Mixing, judged_by, seated
 
 
 class Mix(Policy):

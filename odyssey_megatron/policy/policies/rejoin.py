@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.proposal import Policy, Proposal
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.routes.rerouting import reroute
 
 
 class Rejoin(Policy):

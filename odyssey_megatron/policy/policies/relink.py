@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from odyssey_megatron.policy.case import Case
-from odyssey_megatron.policy.links import around, exchanged, side_by_side, sums_wait_s, waits_s
 from odyssey_megatron.policy.proposal import Policy, Proposal
+from odyssey_megatron.policy.routes.links import around, exchanged, side_by_side, sums_wait_s, waits_s
 
 
 class Relink(Policy):

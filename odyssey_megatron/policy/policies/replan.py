@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.bound import cluster_bound_s
-from odyssey_megatron.plan.gathers import least_late_s
+from odyssey_megatron.plan.checking.bound import cluster_bound_s
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.scheduling.gathers import least_late_s
 from odyssey_megatron.policy.case import Case
-from odyssey_megatron.policy.kinds import MOST_SLOW, Slow, sort_of
-from odyssey_megatron.policy.partition import Partition
 from odyssey_megatron.policy.proposal import Policy, Sketch
-from odyssey_megatron.policy.seating import place
+from odyssey_megatron.policy.shapes.kinds import MOST_SLOW, Slow, sort_of
+from odyssey_megatron.policy.shapes.partition import Partition
+from odyssey_megatron.policy.shapes.seating import place
 
 
 class Replan(Policy):

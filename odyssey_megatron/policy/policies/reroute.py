@@ -9,7 +9,7 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.proposal import Policy, Proposal
-from odyssey_megatron.policy.rerouting import reroute
+from odyssey_megatron.policy.routes.rerouting import reroute
 
 
 class Reroute(Policy):

@@ -9,9 +9,9 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route
 from odyssey_megatron.policy.case import Case
-from odyssey_megatron.policy.cuts import recut
-from odyssey_megatron.policy.pipelines import MANY_WORKERS
 from odyssey_megatron.policy.proposal import Policy, Proposal
+from odyssey_megatron.policy.shapes.cuts import recut
+from odyssey_megatron.policy.shapes.pipelines import MANY_WORKERS
 
 
 class Shift(Policy):

@@ -1,0 +1,149 @@
+"""What a plan's NCCL communicators cost: the number that a rank is in, their memory, and the time to connect them.
+
+All figures are published ones. None has been measured in this project, so that the results are expectations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
+
+from odyssey_megatron.cluster.cell import Cell
+from odyssey_megatron.cluster.cells import Cells
+from odyssey_megatron.plan.layout import Block, Layout
+from odyssey_megatron.plan.placing.groups import Channel, channels, groups_of_block, groups_of_cell
+from odyssey_megatron.plan.plan import Transfer
+
+CONNECT_S, CONNECT_S_PER_RANK = 1.13, 0.0026
+"""Time to connect one communicator, fitted to the times in NVIDIA-NeMo/RL's pull request 3334 for shrinking one to 32
+to 1,024 ranks. Its pull request 3186, with another network, gives 1.46 s and 0.66 ms.
+"""
+
+FIRST_USE_S = 1.9
+"""How much longer the first operation took after that, in both pull requests."""
+
+PAIR_BYTES, GROUP_BYTES = 544 * 2**20, 688 * 2**20
+"""GPU memory of a communicator of two ranks, and of more, once it has summed: NVIDIA/nccl's issue 964, four A100 with
+NVLink. Newer versions reserve less for communicators that only send and receive; ten together have been seen to take
+10 GB (Si et al., arXiv 2510.20171).
+"""
+
+
+_Sizes = tuple[int, ...]
+"""The number of ranks in each of some groups of a rank."""
+
+
+def connect_s(size: int) -> float:
+    """Return the time to connect a communicator of ``size`` ranks. A rank connects all of its own side by side."""
+    return CONNECT_S + CONNECT_S_PER_RANK * size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicators:
+    """Communicators of one plan; each number is that of the rank where it is largest."""
+
+    count: int
+    """Number of communicators of a rank."""
+    anew: int
+    """Number of communicators that the plan before does not have."""
+    num_bytes: int
+    """GPU memory of all of a rank's communicators, at most."""
+    connect_s: float
+    """Time to connect the slowest of the new ones; 0.0: there are none."""
+
+    @property
+    def held(self) -> str:
+        """Number and memory of the communicators, for people."""
+        return f"{self.count} communicators a rank at most, with NCCL up to {self.num_bytes / 2**30:.1f} GiB of its GPU"
+
+    @property
+    def connected(self) -> str:
+        """The communicators that a change to this plan has to wait for, for people."""
+        if not self.anew:
+            return "no communicator to connect"
+        several = "s" if self.anew > 1 else ""
+        return (
+            f"{self.anew} communicator{several} of a rank to connect, with NCCL in {self.connect_s:.1f} s, and "
+            f"{FIRST_USE_S} s when they are first used"
+        )
+
+
+class Needs(NamedTuple):
+    """The parts of a plan from which its communicators follow."""
+
+    layout: Layout
+    transfers: Collection[Transfer] = ()
+    """The transfers that lead to the layout."""
+    beside: bool = False
+    """Whether it begins between two steps, so that layers move beside messages: see ``plan.groups.group_members``."""
+
+    @property
+    def ways(self) -> Counter[Channel]:
+        """Channel -> its number of communicators of two ranks."""
+        if not self.beside:
+            return Counter(channels(self.layout, self.transfers))
+        return Counter([*channels(self.layout), *{(one.source, one.target) for one in self.transfers}])
+
+
+def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Communicators:
+    """Return the communicators of ``plan``, all of whose workers are whole cells like ``cell``.
+
+    Args:
+        previous: the plan that the job has been carrying out. Its communicators with the same members and the same use
+            are taken over: all of them between two steps; after a failure those on which nothing is outstanding. None:
+            nothing is connected yet. Then most ranks have one more, with another rank, in which they time their link.
+    """
+    within = tuple(len(ranks) for ranks in groups_of_cell(cell).values())
+    sizes, anew = defaultdict[_Sizes, Counter[int]](Counter), defaultdict[_Sizes, Counter[int]](Counter)
+    ways, there = plan.ways, previous.ways if previous else Counter[Channel]()
+    sizes[2,].update(chain.from_iterable(ways.elements()))
+    anew[2,].update(chain.from_iterable((ways - there).elements()))
+    known = Counter(block.holders for block in (previous.layout.blocks() if previous else ()))
+    workers_before = {*chain(*there, *known)}
+    alike: dict[int, _Sizes] = {}
+    for block in plan.layout.blocks():
+        number = len(block.holders)
+        if number not in alike:
+            alike[number] = _of_block(block, cell)
+        sizes[alike[number]].update(block.holders)
+        if known[block.holders]:
+            known[block.holders] -= 1
+        else:
+            anew[alike[number]].update(block.holders)
+    workers = sorted({*chain.from_iterable(sizes.values())})  # also those that only send a layer
+    sizes[within].update(workers)
+    anew[within].update({*workers} - workers_before)
+    if previous is None:
+        paired = len(workers) * cell.size // 2 * 2  # of an odd number one rank is left over
+        for each in (sizes, anew):
+            each[2,].update(workers[: math.ceil(paired / cell.size)])
+    return Communicators(
+        count=_most(sizes, len),
+        anew=_most(anew, len),
+        num_bytes=_most(sizes, lambda own: sum(map(_bytes, own))),
+        connect_s=max((connect_s(size) for own, used in anew.items() if used for size in own), default=0.0),
+    )
+
+
+def _most(sizes: Mapping[_Sizes, Counter[int]], each: Callable[[_Sizes], int]) -> int:
+    """Return the largest sum of ``each`` over a worker's groups, counted as often as it has them."""
+    total = Counter[int]()
+    for own, used in sizes.items():
+        weight = each(own)
+        for worker, count in used.items():
+            total[worker] += weight * count
+    return max(total.values(), default=0)
+
+
+def _of_block(block: Block, cell: Cell) -> _Sizes:
+    """Return the number of ranks in each group in which a rank sums the gradients of ``block``."""
+    first = Cells(replace(cell, rank=block.holders[0] * cell.full))
+    return tuple(len(ranks) for ranks in groups_of_block(block, first).values())
+
+
+def _bytes(size: int) -> int:
+    return PAIR_BYTES if size == 2 else GROUP_BYTES

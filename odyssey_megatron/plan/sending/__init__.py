@@ -1,0 +1,1 @@
+"""A generation on its way to the ranks: what all read, and what each one reads."""

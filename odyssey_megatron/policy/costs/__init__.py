@@ -1,0 +1,1 @@
+"""What layers, messages and communicators cost: estimated from sizes, then measured by the ranks."""

@@ -1,0 +1,309 @@
+"""The expected costs of a model, from its sizes, before it runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from odyssey_megatron.plan.costs import Costs, LayerCost
+from odyssey_megatron.policy.costs.profile import Profile
+
+_COPIED_BYTES_PER_S = 1e12
+"""Rate of a GPU's copies: about half of an A100's memory bandwidth (data sheet: 2 TB/s), as a copy reads and writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """The size of attention, or of what takes its place, in a transformer layer."""
+
+    weights: int
+    """Number of weights of its matrix products: queries, keys, values and the output."""
+    score_width: int
+    """Numbers per token over which scores are summed, in all heads together; the mean of queries' and values'."""
+    kept: int
+    """Numbers per token that its backward needs: queries, keys, values, and the output."""
+
+    @classmethod
+    def grouped(cls, hidden_size: int, heads: int, query_groups: int, kv_channels: int) -> AttentionShape:
+        """Return grouped-query attention with ``query_groups`` heads of keys and values, each of ``kv_channels``
+        numbers.
+        """
+        width, shared = heads * kv_channels, query_groups * kv_channels
+        return cls(weights=2 * hidden_size * (width + shared), score_width=width, kept=2 * (width + shared))
+
+    @classmethod
+    def linear(cls, hidden_size: int) -> AttentionShape:
+        """Return a single matrix product in place of attention."""
+        return cls(weights=hidden_size**2, score_width=0, kept=hidden_size)
+
+    @classmethod
+    def state_space(
+        cls, hidden_size: int, *, heads: int | None, head_dim: int, groups: int, states: int, seq_length: int
+    ) -> AttentionShape:
+        """Return a Mamba 2 layer in place of attention (arXiv 2405.21060, sections 6 and 7).
+
+        Each number of all ``heads`` enters and leaves a state, and within chunks of 128 tokens there is a product with
+        each earlier token.
+
+        Args:
+            heads: number of heads, each of ``head_dim`` numbers; None: as many as have twice the hidden size.
+            groups: number of groups of heads; those of a group share ``states`` numbers each way.
+        """
+        count = heads or 2 * hidden_size // head_dim
+        inner, shared = count * head_dim, groups * states
+        chunk = min(128, seq_length)
+        products = 2 * inner * states + chunk * (inner + shared) // 2
+        mixed = inner + 2 * shared
+        return cls(
+            weights=hidden_size * (2 * inner + mixed + count) + 5 * mixed + 3 * count + inner,
+            score_width=products // seq_length,
+            kept=3 * inner + 2 * shared + count,
+        )
+
+    @classmethod
+    def latent(
+        cls,
+        hidden_size: int,
+        heads: int,
+        *,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_head_dim: int,
+        qk_pos_emb_head_dim: int,
+        v_head_dim: int,
+    ) -> AttentionShape:
+        """Return multi-latent attention, whose keys and values come from ``kv_lora_rank`` numbers (DeepSeek-V2, arXiv
+        2405.04434, section 2.1).
+        """
+        query, value = heads * (qk_head_dim + qk_pos_emb_head_dim), heads * v_head_dim
+        asks = q_lora_rank * (hidden_size + query) if q_lora_rank else hidden_size * query
+        answers = hidden_size * (kv_lora_rank + qk_pos_emb_head_dim)
+        answers += kv_lora_rank * (heads * qk_head_dim + value)
+        latents = (q_lora_rank or 0) + kv_lora_rank + qk_pos_emb_head_dim
+        return cls(
+            weights=asks + answers + value * hidden_size,
+            score_width=(query + value) // 2,
+            kept=2 * (query + value) + latents,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts that some layers have in place of an MLP. Each expert is assumed to get equally many tokens."""
+
+    layers: frozenset[int]
+    """The layers that have experts, counted from 1."""
+    count: int
+    topk: int
+    """Number of experts for each token."""
+    ffn_hidden_size: int
+    """Hidden units of each expert."""
+    shared_ffn_hidden_size: int = 0
+    """Hidden units of the shared experts, which every token passes."""
+    parts: int = 0
+    """Number of ranks over which they are spread; 0: cut like other weights."""
+
+
+def recomputed(
+    granularity: str | None, method: str | None, num_layers: int | None, layers_of_stage: float
+) -> float:
+    """Return the share of layers that are run again in the backward.
+
+    The arguments are Megatron's ``--recompute-granularity``, ``-method`` and ``-num-layers``. Anything but ``full``
+    counts as nothing: it drops only what a fused attention does not keep anyway.
+    """
+    if granularity != "full":
+        return 0.0
+    return min(1.0, (num_layers or 1) / layers_of_stage) if method == "block" else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes of each kind of number."""
+
+    dtype_bytes: int = 2
+    """Bytes of a weight, and of a number in activations and messages."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient, at least; never fewer than those of its weight."""
+    moments_bytes: int | None = None
+    """Bytes of Adam's two moments of a weight together; None: each is float32, or longer."""
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Adam's bytes for a weight: its moments, and a master copy if the weight is shorter than float32."""
+        long = max(4, self.dtype_bytes)
+        return (self.moments_bytes or 2 * long) + (long if self.dtype_bytes < long else 0)
+
+
+def estimated_profile(
+    *,
+    num_transformer_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    attention: AttentionShape,
+    seq_length: int,
+    micro_batch_size: int,
+    vocab_size: int,
+    precision: Precision = Precision(),  # frozen
+    flops_per_s: float = 2e14,  # achieved by one of a worker's GPUs
+    link_latency_s: float = 2e-5,
+    link_bytes_per_s: float = 2.5e10,
+    memory_bytes: int | None = None,
+    tensor_parallel_size: int = 1,
+    context_parallel_size: int = 1,  # keys and values are exchanged while it computes
+    sequence_parallel: bool = True,
+    is_tied: bool = False,
+    is_gated: bool = True,  # MLPs have three products, as with SwiGLU, not two
+    recomputed_share: float = 0.0,  # share of layers that keep only their input for the backward
+    experts: Experts | None = None,
+    mtp_num_layers: int = 0,
+    unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
+) -> Profile:
+    """Return the costs of a decoder-only transformer, estimated from FLOPs.
+
+    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each. Attention scores cost ``2 * 2
+    * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight gradient.
+    Activations count what a fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all that is kept;
+    without, each keeps the inputs of norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198,
+    section 4.2).
+    """
+    tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
+    words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
+    rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
+    layer = functools.partial(_layer_cost, precision=precision, parts=tp)
+
+    def transformer(attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
+        scores_s = 2 * tokens * seq_length * attention.score_width / rate
+        matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
+        again, forward_s = recomputed_share, matmul_s + scores_s
+        kept = again * whole / 4 + (1 - again) * (whole + attention.kept + products * passed)
+        held = attention.weights + hidden_size * (products * (ffn + spread * tp // parts) + routed + 2)
+        return layer((forward_s, (1 + again) * forward_s + scores_s, matmul_s), round(tokens * kept), held)
+
+    shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
+    inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
+    copy_s, again = copied / _COPIED_BYTES_PER_S, inner[-1:] * mtp_num_layers
+    first, last, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
+    return Profile(
+        operations=((copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*inner, last))),
+        costs=Costs(
+            layers=(first, *inner, last),
+            tied=tied,
+            message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
+            link_latency_s=link_latency_s,
+            link_bytes_per_s=link_bytes_per_s,
+            memory_bytes=memory_bytes,
+        ),
+    )
+
+
+def share_of_experts(
+    experts: Experts,
+    *,
+    num_transformer_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    attention: AttentionShape,
+    seq_length: int,
+    vocab_size: int,
+    is_gated: bool = True,
+    unlike: Sequence[tuple[AttentionShape, int]] = (),
+) -> float:
+    """Return the share of a model's FLOPs that are of experts, without the shared ones. Arguments and rules are those
+    of :func:`estimated_profile`.
+    """
+    products = 3 if is_gated else 2
+    spread, others = 0, vocab_size * hidden_size
+    for own, _, of_all, passed, routed in _shapes(
+        num_transformer_layers, attention, ffn_hidden_size, experts, unlike
+    ):
+        chosen = experts.topk * experts.ffn_hidden_size if of_all else 0
+        spread += hidden_size * products * chosen
+        others += own.weights + seq_length * own.score_width
+        others += hidden_size * (products * (passed - chosen) + routed)
+    return spread / (spread + others)
+
+
+def _operations(layer: LayerCost, flops_per_s: float) -> tuple[float, float, float]:
+    return layer.forward_s * flops_per_s, layer.input_grad_s * flops_per_s, layer.weight_grad_s * flops_per_s
+
+
+def _ends(
+    layer: Callable[..., LayerCost],
+    copy_s: float,
+    rate: float,
+    tokens: int,
+    whole: int,
+    hidden_size: int,
+    words: int,
+    is_tied: bool,
+    again: Sequence[LayerCost],
+) -> tuple[LayerCost, LayerCost, LayerCost | None]:
+    """Return embedding, head, and the weight that they share, if any.
+
+    With multi-token prediction the head is computed once more for each layer in ``again``: it joins two hidden states,
+    passes that layer, and is a head again.
+    """
+    head_s, joined_s = 2 * tokens * words / rate, 4 * tokens * hidden_size**2 / rate
+    kept = tokens * (whole // 2 + words // hidden_size)
+    tied = layer((0.0,) * 3, 0, words) if is_tied or again else None
+    embedding = layer((copy_s, 0.0, copy_s), tokens, 0 if tied else words)
+    head = layer((head_s,) * 3, kept, hidden_size + (0 if is_tied else words))
+    joining = layer(
+        (joined_s + head_s,) * 3, kept + 4 * tokens * hidden_size, (2 * hidden_size + 3) * hidden_size
+    )
+    return embedding, _together(head, *again, *[joining] * len(again)), tied
+
+
+def _together(*layers: LayerCost) -> LayerCost:
+    """Return the sum of ``layers``, as one layer."""
+    return LayerCost(
+        **{one.name: sum(getattr(layer, one.name) for layer in layers) for one in fields(LayerCost)}
+    )
+
+
+def _shapes(
+    num_transformer_layers: int,
+    attention: AttentionShape,
+    ffn: int,
+    experts: Experts | None,
+    unlike: Sequence[tuple[AttentionShape, int]],
+) -> list[tuple[AttentionShape, int, int, int, int]]:
+    """Return for each transformer layer: attention, hidden units, those of all experts, those that a token passes, and
+    the number of experts to choose from.
+    """
+    found = []
+    for layer, (own, units) in enumerate(unlike or [(attention, ffn)] * num_transformer_layers, start=1):
+        if experts is not None and layer in experts.layers:
+            each, shared = experts.ffn_hidden_size, experts.shared_ffn_hidden_size
+            found.append((own, shared, experts.count * each, experts.topk * each + shared, experts.count))
+        else:
+            found.append((own, units, 0, units, 0))
+    return found
+
+
+def _layer_cost(
+    times: tuple[float, float, float],
+    kept: int,
+    weights: int,
+    *,
+    precision: Precision,
+    parts: int,
+) -> LayerCost:
+    """Return the cost of one of ``parts`` of a layer that has ``weights`` parameters and keeps ``kept`` activation
+    numbers.
+    """
+    kept, weights = kept // parts, weights // parts
+    dtype_bytes, optimizer = precision.dtype_bytes, precision.optimizer_bytes
+    forward_s, input_grad_s, weight_grad_s = times
+    return LayerCost(
+        forward_s=forward_s,
+        input_grad_s=input_grad_s,
+        weight_grad_s=weight_grad_s,
+        activation_bytes=kept * dtype_bytes,
+        weight_bytes=dtype_bytes * weights,
+        gradient_bytes=max(precision.gradient_bytes, dtype_bytes) * weights,
+        optimizer_bytes=optimizer * weights,
+        state_bytes=(dtype_bytes + optimizer) * weights,
+    )

@@ -1,0 +1,182 @@
+"""What a rank of a running job has measured, and the profile that follows from all ranks' measurements."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.policy.costs.profile import Observation, Profile, calibrate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """Times from one rank to another, in seconds; half of the fastest of a few round trips."""
+
+    message_bytes: int
+    """Size of one activation."""
+    empty_s: float
+    message_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSeen:
+    """Times of messages to a worker with which this one exchanges activations, once both were there; the fastest of a
+    few.
+    """
+
+    step: int
+    worker: int
+    empty_s: float
+    message_s: float
+    """The time of a message as large as one activation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumSeen:
+    """The time of a sum as large as one activation over the holders of the same layers, once all were there."""
+
+    step: int
+    workers: str
+    """In the form of :func:`odyssey_megatron.plan.sending.runs.to_runs`."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeen:
+    """The time of a whole step, with everything that is waited for in it."""
+
+    step: int
+    generation: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSeen:
+    """The time that was computed in a step, by the thread's clock and by the clock on the wall. Only where a CPU
+    computes.
+
+    The time in which it waited for cores that the ranks of its node share is left out.
+    """
+
+    step: int
+    computed_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenSeen:
+    """How much the microbatches of a step differed that had the same work on this rank."""
+
+    step: int
+    spread: float
+    """The usual relative distance of a microbatch from the median."""
+    together: float
+    """Correlation of the microbatches' forwards and backwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one rank publishes. Fields that it has not measured are None or empty."""
+
+    spans: tuple[Observation, ...] = ()
+    """Measured in the last few steps that were timed. The other tuples are of the same steps."""
+    link: LinkTimes | None = None
+    links: tuple[LinkSeen, ...] = ()
+    """Links to workers with which this one exchanges activations."""
+    sums: tuple[SumSeen, ...] = ()
+    """Only the sums of which this is the first worker."""
+    steps: tuple[StepSeen, ...] = ()
+    """Without the first step of a generation, which takes longer, and steps with fewer microbatches than
+    the plan has.
+    """
+    held: tuple[HeldSeen, ...] = ()
+    """Empty where no CPU computes."""
+    uneven: tuple[UnevenSeen, ...] = ()
+    """Only of steps with enough microbatches."""
+    state_bytes: tuple[tuple[int, int], ...] = ()
+    """(layer, bytes that a new holder must be sent) of each layer that the rank holds."""
+    regroup_s: float | None = None
+    """Time for abort, agreement and new groups in the last recovery."""
+    incarnation: int = 0
+    """Number of processes that were this rank before the one that publishes this."""
+
+
+def with_measured(
+    profile: Profile, published: Collection[Measured], spans: Sequence[Observation] = ()
+) -> Profile:
+    """Return ``profile`` with everything that the ranks know better; ``profile`` itself if they know nothing.
+    Deterministic.
+
+    ``spans``: times on a healthy worker of the spans that ranks have measured.
+    """
+    profile = calibrate(profile, spans)
+    costs = profile.costs
+    sizes = {layer: size for one in published for layer, size in one.state_bytes}
+    costs = costs.with_layers(
+        replace(layer, state_bytes=sizes.get(index, layer.state_bytes))
+        for index, layer in enumerate(costs.all_layers)
+    )
+    links = [one.link for one in published if one.link is not None]
+    if links:
+        latency_s, message_s = _medians_s(links)
+        size = max(link.message_bytes for link in links)
+        seen = _medians_s([link for one in published for link in one.links] or links)
+        if not 1 / _FAR <= seen[1] / max(message_s, 1e-12) <= _FAR:
+            latency_s, message_s = seen
+        costs = replace(
+            costs,
+            message_bytes=size,
+            link_latency_s=latency_s,
+            # A message that is hardly slower than an empty one only says that the link is fast, and one without bytes
+            # says nothing.
+            link_bytes_per_s=size / max(message_s - latency_s, 0.05 * message_s, 1e-9)
+            or costs.link_bytes_per_s,
+        )
+    regroups = [one.regroup_s for one in _of_now(published) if one.regroup_s is not None]
+    return replace(profile, costs=costs, group_build_s=max(regroups) if regroups else profile.group_build_s)
+
+
+def _of_now(published: Collection[Measured]) -> list[Measured]:
+    """Return those that have measured one of the newest steps, if anybody has measured any.
+
+    The others are dead, and their last recovery may have been one in which somebody was stuck.
+    """
+    steps = [{span.step for span in one.spans} for one in published]
+    newest = max(steps, key=lambda own: max(own, default=-1), default=set[int]())
+    return [one for one, own in zip(published, steps, strict=True) if own & newest or not newest]
+
+
+def _medians_s(links: Sequence[LinkTimes | LinkSeen]) -> tuple[float, float]:
+    return statistics.median(one.empty_s for one in links), statistics.median(one.message_s for one in links)
+
+
+_FAR = 1.5
+"""Links between neighbours in a pipeline count only if their times differ by at least this factor from those between
+consecutive ranks, which were timed once before the job began. A smaller difference may be noise, and plans stay as they
+are.
+"""
+_NOISE = 0.01
+"""A fraction of a transformer layer's time: costs that change by less do not make another plan worthwhile."""
+
+
+def alike(one: Costs, other: Costs) -> bool:
+    """Return whether ``other`` differs from ``one`` by noise only, so that plans, and what was worked out for them,
+    hold for both.
+    """
+    noise_s = _NOISE * statistics.median(layer.compute_s for layer in one.layers)
+    return (
+        _without_times(one) == _without_times(other)
+        and abs(one.message_s() - other.message_s()) <= noise_s
+        and all(
+            abs(getattr(mine, kind) - getattr(theirs, kind)) <= noise_s
+            for kind in ("forward_s", "input_grad_s", "weight_grad_s")
+            for mine, theirs in zip(one.layers, other.layers, strict=True)
+        )
+    )
+
+
+def _without_times(costs: Costs) -> Costs:
+    layers = (replace(one, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0) for one in costs.layers)
+    return replace(costs, layers=tuple(layers), link_latency_s=0.0, link_bytes_per_s=1.0)

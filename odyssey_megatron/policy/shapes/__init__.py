@@ -1,0 +1,1 @@
+"""The search for pipelines: how many, of which lengths, cut where, and with how many microbatches each."""
