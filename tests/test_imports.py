@@ -65,6 +65,18 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Design section 3 as a table: package or module -> what it may import besides itself."""
 
+ROOMS: dict[str, set[str]] = {
+    "launch/agent": {"coordinator", "wire", "process"},
+    "launch/coordinator": {"wire"},
+    "launch/rank": {"wire", "process"},
+    "launch/wire": {"process"},
+    "launch/process": set(),
+    "policy/costs": set(),
+    "policy/shapes": set(),
+    "policy/routes": {"shapes"},
+}
+"""Room of a package -> the other rooms of the package that it may import. It imports no module outside all rooms."""
+
 IMPORTED_WITHOUT_TORCH = (
     *sorted(PURE), "studies", "upstream", "recover", "watch", "cli", "patch", "doctor", "launch/process/heartbeat",
     "launch/rank/injector",
@@ -116,6 +128,18 @@ def test_imports_follow_the_table(path):
             assert inner in allowed | {own, "__version__"}, f"{path}:{node.lineno}: {name} imports {target}"
         elif top not in sys.stdlib_module_names:
             assert f".{top}" in allowed, f"{path}:{node.lineno}: {name} imports {target}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_follow_their_table(room):
+    package, own = room.split("/")
+    found = sources(PACKAGE / room)
+    assert len(found) > 3
+    for path in found:
+        for node, target in imports_of(ast.parse(path.read_text())):
+            if target.startswith(f"odyssey_megatron.{package}."):
+                other = target.split(".")[2]
+                assert other in ROOMS[room] | {own}, f"{path}:{node.lineno}: {room} imports {target}"
 
 
 def test_the_command_line_imports_only_inside_its_subcommands():
