@@ -18,8 +18,8 @@ from odyssey_megatron.policy.shapes.seating import place
 class Replan(Policy):
     """Proposes the best shapes over all living workers, or some of them.
 
-    Each slow worker gets a place that is cut for it, or is left out. Where several are slow, shapes are also cut as if
-    all workers were alike, and then again for what each can do.
+    Each slow worker gets a place that is cut for it, or is left out. Shapes are also cut as if all workers were alike,
+    and then again for what each can do.
     """
 
     name, order, by_flag, many_shapes = "replan", 40, True, True
@@ -30,10 +30,9 @@ class Replan(Policy):
             return
         alive, steady, fits, microbatches = case.alive, case.steady, False, case.job.num_microbatches
         slow = dict(sorted(case.slow.items(), key=lambda one: (-one[1].speed, one[0]))[:MOST_SLOW])
-        if len(slow) != 1 or not steady:
-            for found in case.search.partitions(len(alive), microbatches, thorough=case.thorough):
-                fits = True
-                yield _sketch(case, alive, found, {})
+        for found in case.search.partitions(len(alive), microbatches, thorough=case.thorough):
+            fits = True
+            yield _sketch(case, alive, found, {})
         if slow and steady:
             for found in case.search.partitions(
                 len(steady), microbatches, [*slow.values()], thorough=case.thorough
