@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -39,6 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _silenced(128 + signal.SIGINT)
     except BrokenPipeError:  # the reader has seen enough, as with "| head"
         return _silenced(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = error.filename or "what this command prints"
+        print(
+            f"odyssey: {what} could not be written: {error.strerror}. Make room, or write elsewhere.",
+            file=sys.stderr,
+        )
+        return _silenced(EXIT_BAD_INPUT)
 
 
 def _command(arguments: Sequence[str]) -> int:

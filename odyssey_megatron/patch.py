@@ -150,16 +150,17 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(status(args.checkout)))
         return 0
     changes = (install if args.action == "install" else uninstall)(args.checkout)
-    if args.dry_run:
-        sys.stdout.buffer.write(diff(changes))
-        return 0
-    write(changes)
-    for change in changes:
-        print(f"{args.action}ed: {change.path}")
     if not changes:
-        print(
-            f"nothing to do: {'already' if args.action == 'install' else 'not'} installed in {args.checkout}"
-        )
+        already = "already" if args.action == "install" else "not"
+        # What reads a difference gets an empty one.
+        into = sys.stderr if args.dry_run else sys.stdout
+        print(f"nothing to do: {already} installed in {args.checkout}", file=into)
+    elif args.dry_run:
+        sys.stdout.buffer.write(diff(changes))
+    else:
+        write(changes)
+        for change in changes:
+            print(f"{args.action}ed: {change.path}")
     return 0
 
 

@@ -48,8 +48,9 @@ def main(argv: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     if rest == ["--clean"]:
-        removed = leftovers.remove()
-        print(f"{len(removed)} removed" + "".join(f"\n  {path}" for path in removed))
+        removed = [str(path) for path in leftovers.remove()]
+        text = f"{len(removed)} removed" + "".join(f"\n  {path}" for path in removed)
+        print(json.dumps({"removed": removed}, indent=1) if "--json" in argv else text)
         return 0
     job = _after("--job", rest)
     checkout = Path(rest.pop(0)) if rest and not rest[0].startswith("-") else _checkout_among(rest)

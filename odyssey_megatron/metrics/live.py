@@ -60,6 +60,16 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """A GPU that is taken for broken, as ``rank`` has died there too often; ``odyssey readmit`` brings it back."""
+
+    rank: int
+    slot: int
+    """The number of the GPU on its node."""
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
     """Everything that is shown of a job."""
 
@@ -89,6 +99,7 @@ class Live:
     decision: DecisionRecord | None = None
     """The last decision that weighed candidates."""
     findings: tuple[Finding, ...] = ()
+    given_up: tuple[GivenUp, ...] = ()
     costs: tuple[Cost, ...] = ()
     suspects: tuple[Suspect, ...] = ()
 
@@ -167,6 +178,7 @@ def live(name: str, events: Sequence[JournalEvent]) -> Live:
         standing=now,
         decision=weighed[-1] if weighed else None,
         findings=_findings(events),
+        given_up=_given_up(events),
         costs=_costs(events, now.num_layers),
         suspects=suspects(events),
     )
@@ -188,6 +200,18 @@ def _findings(events: Sequence[JournalEvent]) -> tuple[Finding, ...]:
         if event["speed"] < 1.0:
             factor = 1 / max(event["speed"], 1e-9)
             found[key] = Finding(kind=event["kind"], ranks=ranks, factor=factor, why=event.get("why", ""))
+    return tuple(found.values())
+
+
+def _given_up(events: Sequence[JournalEvent]) -> tuple[GivenUp, ...]:
+    found: dict[tuple[str, int], GivenUp] = {}
+    for event in events:
+        if event["event"] not in ("given_up", "readmitted"):
+            continue
+        at = host, slot = str(event["host"]), event["slot"]
+        found.pop(at, None)
+        if event["event"] == "given_up":
+            found[at] = GivenUp(rank=event["target"], slot=slot, host=host)
     return tuple(found.values())
 
 

@@ -76,6 +76,20 @@ def stage_spans(row: Iterable[MapPlace | None]) -> tuple[Span, ...] | None:
     return found.pop() if len(found) == 1 else None
 
 
+def layers_text(row: Iterable[MapPlace | None], num_layers: int, between: str) -> str:
+    """Return what a stage computes in few letters, with ``between`` its spans."""
+    row = list(row)
+    if spans := stage_spans(row):
+        return between.join(short_span(*span, num_layers) for span in spans)
+    return "mixed" if any(one is not None and one.status == TRAINS for one in row) else "nobody"
+
+
+def given_up_text(state: Live) -> str:
+    """Return which GPUs are taken for broken; empty if there are none."""
+    gpus = "; ".join(f"GPU {one.slot} of {one.host} (rank {one.rank})" for one in state.given_up)
+    return f"given up, until odyssey readmit: {gpus}" if gpus else ""
+
+
 def span_seconds(costs: Iterable[Cost]) -> dict[Span, float]:
     """Return the seconds of one microbatch for each span, all kinds of work together."""
     found: dict[Span, float] = {}
@@ -105,9 +119,8 @@ def heat_map(state: Live) -> str:
     )
     lines = [f"<tr><th></th><th></th><th></th>{columns}</tr>"]
     for stage, row in rows:
-        spans = stage_spans(row)
-        layers = " + ".join(short_span(*span, total) for span in spans) if spans else "mixed"
-        took = sum(seconds.get(span, 0.0) for span in spans or ())
+        layers = layers_text(row, total, " + ")
+        took = sum(seconds.get(span, 0.0) for span in stage_spans(row) or ())
         head = (f"stage {stage}", layers if stage >= 0 else "", f"{took * 1e3:.3g} ms" if took else "")
         heads = "".join(f"<th>{escape(one)}</th>" for one in (head if stage >= 0 else ("spare", "", "")))
         lines.append(f"<tr>{heads}{''.join(_cell(one, dense, total) for one in row)}</tr>")
@@ -116,6 +129,7 @@ def heat_map(state: Live) -> str:
         '<p class="legend">Columns are replicas. A number is how many times as long a worker takes as others do for '
         "the same work, by the last measured steps. ✕ dead · + joins · s shadow · – waits. Beside a stage: its layers "
         "(E embedding, H head) and what one microbatch takes there on a healthy worker.</p>"
+        + (f"<p>{escape(given_up_text(state))}</p>" if state.given_up else "")
     )
 
 

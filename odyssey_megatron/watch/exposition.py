@@ -107,6 +107,7 @@ def _workers(state: Live) -> Iterator[Any]:
     ranks.add_metric(["living"], state.living)
     ranks.add_metric(["dead"], len(here.dead))
     yield ranks
+    yield from _gauge("gpus_given_up", "Taken for broken, until odyssey readmit", len(state.given_up))
     workers = GaugeMetricFamily("odyssey_workers", "By what they do", labels=["state"])
     for status in (TRAINS, SHADOW, WAITS, JOINS, DEAD):
         workers.add_metric([status], sum(one.status == status for one in here.places))

@@ -8,11 +8,12 @@ from odyssey_megatron.metrics.map import (
     cell_text,
     excluded,
     factor_text,
+    given_up_text,
     goodput_rows,
     heat,
+    layers_text,
     margin_rows,
     rows_of,
-    short_span,
     span_seconds,
     stage_spans,
 )
@@ -83,7 +84,7 @@ def _heat_map(state: Live, width: int, colours: bool) -> list[str]:
     for stage, row in rows:
         spans = stage_spans(row) or ()
         took_s = sum(seconds.get(span, 0.0) for span in spans)
-        layers = "+".join(short_span(*span, total) for span in spans) if spans else "mixed"
+        layers = layers_text(row, total, "+")
         time = f" {took_s * 1e3:.3g} ms" if took_s else ""
         heads.append(f"stage {stage} {layers}{time}" if stage >= 0 else "spare")
     margin = max(len(one) for one in heads) + 1
@@ -96,6 +97,7 @@ def _heat_map(state: Live, width: int, colours: bool) -> list[str]:
         lines.append(f"{head:<{margin}}{cells}" + ("…" if shown < columns else ""))
     smaller = [one for one in state.standing.places if len(one.ranks) < one.whole and one.status != DEAD]
     said = [f"goes on with fewer: {'; '.join(one.ranks_text for one in smaller)}"] if smaller else []
+    said += filter(None, [given_up_text(state)])
     return [*lines, "✕ dead  + joins  s shadow  – waits  ? not measured", *map(printable, said), ""]
 
 

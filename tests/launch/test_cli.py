@@ -97,6 +97,17 @@ def test_says_its_version(capsys):
     assert capsys.readouterr().out == f"odyssey-megatron {odyssey_megatron.__version__}\n"
 
 
+def test_a_full_disk_under_what_is_printed_is_said():
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "odyssey_megatron", "--help"]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "odyssey: what this command prints could not be written: No space left on device. Make room, or write "
+        "elsewhere.\n"
+    )
+
+
 @pytest.mark.parametrize("name", ["run", "join"])
 def test_help_names_its_command(name, capsys):
     with pytest.raises(SystemExit):

@@ -38,7 +38,9 @@ def test_code_that_keeps_the_gil_is_excused_and_only_then():
 
 def test_boards_of_killed_agents_are_removed_and_no_others(tmp_path, monkeypatch):
     monkeypatch.setattr(leftovers, "shared_memory", lambda: tmp_path)
-    code = "import os, signal; from odyssey_megatron.launch import leftovers; from pathlib import Path;"
+    code = (
+        "import os, signal; from odyssey_megatron.launch.process import leftovers; from pathlib import Path;"
+    )
     code += "leftovers.shared_memory = lambda: Path(os.environ['FOLDER']); leftovers.make(64);"
     code += "os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "FOLDER": str(tmp_path)}, check=False)

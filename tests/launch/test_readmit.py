@@ -356,7 +356,7 @@ def test_an_agent_has_its_name_once_another_one_that_had_it_is_gone(tmp_path):
 def test_another_user_is_not_heard(tmp_path):
     name, heard = "foreign" + tmp_path.name, []
     program = (
-        "import os, sys; from odyssey_megatron.launch import requests; os.setuid(65534); "
+        "import os, sys; from odyssey_megatron.launch.wire import requests; os.setuid(65534); "
         "requests.ask(sys.argv[1], 0, 5, None)"
     )
     with Agent(name, heard.append):

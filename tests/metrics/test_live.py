@@ -8,7 +8,7 @@ import pytest
 
 from odyssey_megatron.codec import to_jsonable
 from odyssey_megatron.errors import EXIT_FENCED, ConfigError
-from odyssey_megatron.metrics import goodput
+from odyssey_megatron.metrics import goodput, map
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.live import live
@@ -296,6 +296,17 @@ def test_what_a_job_says_of_slow_ranks_is_not_gone_through_for_each_step():
         "", "rank(s) 1 slow", "rank(s) 1 slow", "rank(s) 7 slow", "rank(s) 7 slow", "rank(s) 7 slow"
     ]  # fmt: skip
     assert goodput._Slowness([]).between(0, 1) == goodput._Slowness(told).between(14, 20) == ""
+
+
+def test_a_gpu_is_given_up_until_it_is_readmitted(runs):
+    events = events_of(runs["shot_at"])
+    given = {"event": "given_up", "target": 3, "slot": 1, "host": "host0", "at_s": 0.0}
+    state = live("given up", [*events, given, given | {"slot": 2, "target": 5}])
+    assert [(one.rank, one.slot, one.host) for one in state.given_up] == [(3, 1, "host0"), (5, 2, "host0")]
+    assert "GPU 1 of host0 (rank 3); GPU 2 of host0 (rank 5)" in map.heat_map(state)
+    back = given | {"event": "readmitted", "target": 7}
+    assert [one.slot for one in live("back", [*events, given, back]).given_up] == []
+    assert "readmit" not in map.heat_map(live("back", [*events, given, back]))
 
 
 def test_what_all_say_alike_is_kept_once(tmp_path, runs):

@@ -85,6 +85,9 @@ def test_twice_is_harmless(tree, capsys):
     assert main(["patch", "install", str(tree)]) == 0
     assert contents(tree) == installed
     assert "already" in capsys.readouterr().out
+    assert main(["patch", "install", str(tree), "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert (said.out, "already" in said.err) == ("", True), "what reads the difference gets none"
 
 
 def test_status(tree, capsys):

@@ -282,7 +282,11 @@ def test_a_slow_worker_alone_is_worth_a_new_plan():
 
 def test_a_slow_worker_may_sit_in_a_shape_of_equals():
     """To cut a place for the slow worker is not always best: 3 workers that count as alike make 104.6 of 110.9."""
-    spec, state, profile = job(2, 6, layers=14), initial_state(nodes=(0,) * 4), Profile(costs=uniform_costs(14))
+    spec, state, profile = (
+        job(2, 6, layers=14),
+        initial_state(nodes=(0,) * 4),
+        Profile(costs=uniform_costs(14)),
+    )
     decision = decide(
         job=spec,
         state=with_speeds(kill(state, 3), {0: 0.7}),

@@ -56,7 +56,7 @@ def test_a_rank_without_memory_for_a_thread_ends(error, code):
     """It would wait for the thread forever, as ``Thread.start`` does."""
     text = (
         "import threading, time\n"
-        "from odyssey_megatron.launch import environment\n"
+        "from odyssey_megatron.launch.rank import environment\n"
         "environment.end_without_memory()\n"
         "class Thread(threading.Thread):\n"
         f"    def _bootstrap_inner(self): raise {error}\n"

@@ -10,13 +10,15 @@ import select
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from odyssey_megatron import cli
 from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.metrics.live import live
+from odyssey_megatron.metrics.live import GivenUp, live
+from odyssey_megatron.metrics.standing import DEAD
 from odyssey_megatron.watch.screen import frame
 
 PLAIN = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
@@ -54,6 +56,18 @@ def test_the_map_fits_and_colours_take_no_room(state, width):
     assert [PLAIN.sub("", line).replace(" ", "") for line in coloured] == [
         line.replace(" ", "") for line in plain
     ]
+
+
+def test_broken_gpus_and_stages_without_anybody_are_said(state):
+    places = tuple(replace(one, status=DEAD) if one.stage == 2 else one for one in state.standing.places)
+    broken = replace(
+        state,
+        standing=replace(state.standing, places=places),
+        given_up=(GivenUp(rank=5, slot=1, host="host0"),),
+    )
+    text = frame(broken, now_s=0.0, width=120, colours=False)
+    assert re.search("^stage 2 nobody ", text, re.MULTILINE)
+    assert "\ngiven up, until odyssey readmit: GPU 1 of host0 (rank 5)\n" in text
 
 
 def test_a_job_that_is_only_observed_is_not_said_to_start_or_to_recover(tmp_path, capsys):
