@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from odyssey_megatron.metrics.goodput import Goodput, goodput
-from odyssey_megatron.metrics.recoveries import DecisionRecord, decisions, named, recoveries
+from odyssey_megatron.metrics.recoveries import DecisionRecord, RecoveryRecord, decisions, named, recoveries
 from odyssey_megatron.metrics.standing import JobStanding, standing
 from odyssey_megatron.metrics.steps import CommittedStep, committed_steps
 from odyssey_megatron.metrics.suspects import Suspect, suspects
-from odyssey_megatron.metrics.switches import switches
+from odyssey_megatron.metrics.switches import Switch, switches
 from odyssey_megatron.metrics.timeline import JournalEvent, known
 
 _RECENT = 20
@@ -135,7 +135,32 @@ def live(name: str, events: Sequence[JournalEvent]) -> Live:
     times_s = sorted(row.interval_s for row in steps[-_RECENT:] if row.interval_s)
     step_s = times_s[len(times_s) // 2] if times_s else None
     tokens = [event.get("tokens", 0) for event in named(events, "step_committed")[-_RECENT:]]
-    stalls = [
+    return Live(
+        name=name,
+        job=str(started[-1].get("job", "")) if started else "",
+        world_size=world_size,
+        started_s=min(known(event["at_s"] for event in started), default=None),
+        heard_s=max(known(event["at_s"] for event in events), default=None),
+        verdict=next((one["verdict"] for one in reversed(named(events, "job_finished"))), None),
+        observes=any(one.get("observes") for one in started),
+        steps=steps[-_SHOWN_STEPS:],
+        committed=len(steps),
+        step_s=step_s,
+        planned_step_s=_planned_s(decided, now.generation),
+        tokens_per_s=sum(tokens) / len(tokens) / step_s if tokens and step_s else None,
+        goodput=goodput(events, steps, recovered, switched),
+        stalls=_stalls(recovered, switched),
+        standing=now,
+        decision=weighed[-1] if weighed else None,
+        findings=_findings(events),
+        given_up=_given_up(events),
+        costs=_costs(events, now.num_layers),
+        suspects=suspects(events),
+    )
+
+
+def _stalls(recovered: Sequence[RecoveryRecord], switched: Sequence[Switch]) -> tuple[Stall, ...]:
+    found = [
         Stall(
             step=row.step,
             generation=row.generation,
@@ -160,28 +185,7 @@ def live(name: str, events: Sequence[JournalEvent]) -> Live:
         )
         for one in switched
     ]
-    return Live(
-        name=name,
-        job=str(started[-1].get("job", "")) if started else "",
-        world_size=world_size,
-        started_s=min(known(event["at_s"] for event in started), default=None),
-        heard_s=max(known(event["at_s"] for event in events), default=None),
-        verdict=next((one["verdict"] for one in reversed(named(events, "job_finished"))), None),
-        observes=any(one.get("observes") for one in started),
-        steps=steps[-_SHOWN_STEPS:],
-        committed=len(steps),
-        step_s=step_s,
-        planned_step_s=_planned_s(decided, now.generation),
-        tokens_per_s=sum(tokens) / len(tokens) / step_s if tokens and step_s else None,
-        goodput=goodput(events, steps, recovered, switched),
-        stalls=tuple(sorted(stalls, key=lambda one: one.generation)),
-        standing=now,
-        decision=weighed[-1] if weighed else None,
-        findings=_findings(events),
-        given_up=_given_up(events),
-        costs=_costs(events, now.num_layers),
-        suspects=suspects(events),
-    )
+    return tuple(sorted(found, key=lambda one: one.generation))
 
 
 def _planned_s(decided: Sequence[DecisionRecord], generation: int) -> float | None:
