@@ -208,15 +208,16 @@ def _findings(events: Sequence[JournalEvent]) -> tuple[Finding, ...]:
 
 
 def _given_up(events: Sequence[JournalEvent]) -> tuple[GivenUp, ...]:
-    found: dict[tuple[str, int], GivenUp] = {}
+    found: list[GivenUp] = []
     for event in events:
-        if event["event"] not in ("given_up", "readmitted"):
-            continue
-        at = host, slot = str(event["host"]), event["slot"]
-        found.pop(at, None)
-        if event["event"] == "given_up":
-            found[at] = GivenUp(rank=event["target"], slot=slot, host=host)
-    return tuple(found.values())
+        kind, rank, host = event["event"], event.get("target"), event.get("host")
+        if kind in ("given_up", "readmitted"):
+            found = [one for one in found if (one.host, one.slot) != (host, event["slot"])]
+        if kind == "given_up":
+            found.append(GivenUp(rank=event["target"], slot=event["slot"], host=event["host"]))
+        elif kind == "rank_started":  # on the node that came in the place of its own
+            found = [one for one in found if one.rank != rank or one.host == host]
+    return tuple(found)
 
 
 def _costs(events: Sequence[JournalEvent], num_layers: int) -> tuple[Cost, ...]:

@@ -307,6 +307,9 @@ def test_a_gpu_is_given_up_until_it_is_readmitted(runs):
     back = given | {"event": "readmitted", "target": 7}
     assert [one.slot for one in live("back", [*events, given, back]).given_up] == []
     assert "readmit" not in map.heat_map(live("back", [*events, given, back]))
+    started_again = {"event": "rank_started", "target": 3, "host": "host0", "at_s": 0.0}
+    assert live("on another GPU", [*events, given, started_again]).given_up
+    assert not live("another node", [*events, given, started_again | {"host": "host9"}]).given_up
 
 
 def test_what_all_say_alike_is_kept_once(tmp_path, runs):
