@@ -33,7 +33,7 @@ from odyssey_megatron.policy.decide import Decision, decide
 from odyssey_megatron.policy.initial import initial_plan
 from tests.benchmarks.bars import at_least, at_most, finish, taken
 
-CONFIG = OdysseyConfig(horizon_s=1e9, mtbf_s=1e10)
+CONFIG = OdysseyConfig(horizon_s=1e6, mtbf_s=1e10)
 ALIKE = 1.001
 KINDS = ("dead", "memory", "speed")
 
