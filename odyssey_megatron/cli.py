@@ -44,10 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         what = error.filename or "what this command prints"
-        print(
-            f"odyssey: {what} could not be written: {error.strerror}. Make room, or write elsewhere.",
-            file=sys.stderr,
-        )
+        text = f"{what} could not be written: {error.strerror}. Make room, or write elsewhere."
+        print(printable(f"odyssey: {text}"), file=sys.stderr)
         return _silenced(EXIT_BAD_INPUT)
 
 
