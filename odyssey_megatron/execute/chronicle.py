@@ -172,7 +172,7 @@ class Chronicle:
             measured = self._measured.with_step(
                 step, trace, state_bytes(), took if self.steps_here > 1 and is_whole else None
             )
-            self._member.publish_observations(measured)
+            self._member.reports.publish_observations(measured)
 
     def event(self, name: str, step: int, **values: Any) -> None:
         number = self._generation.number if self._generation else 0

@@ -87,9 +87,9 @@ class RankRuntime:
             model, self._device, self.position, self.chronicle, self._lookout, keeps=config.resumes_steps
         )
         self._groups = Regrouping(
-            self._cell, build, decline=member.decline, on_groups=on_groups, tagged=tagged_messages
+            self._cell, build, decline=member.reports.decline, on_groups=on_groups, tagged=tagged_messages
         )
-        self.ballot = Ballot(wants_end=lambda: member.asked == Ask.END, prepared=self._groups.ballot)
+        self.ballot = Ballot(wants_end=lambda: member.liveness.asked == Ask.END, prepared=self._groups.ballot)
         self._assignment: Assignment | None = None
         """The assignment of the generation that this rank is in, from the phase GROUPS on."""
         self._training: Training | None = None
@@ -156,7 +156,7 @@ class RankRuntime:
             self.chronicle.event("cut_short", self.committed, why=str(why))
         if isinstance(why, OutOfMemory):
             self._ran_out = True
-            self._member.ask_retry(self._groups.entered.number, str(why), out_of_memory=True)
+            self._member.reports.ask_retry(self._groups.entered.number, str(why), out_of_memory=True)
             if self._at_hand.progress is not None:
                 self._at_hand.progress.give_up()  # what is kept of the step takes memory
         if self._groups.holds is not None:

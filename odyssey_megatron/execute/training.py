@@ -75,7 +75,7 @@ class Training:
         self.at_hand.commit(totals)
         self.groups.count(self.position.votes)
         self.spread_weights()
-        self.member.rest(behind_step=True)
+        self.member.liveness.rest(behind_step=True)
         layout, worker = self.assignment.layout, self.assignment.worker
         self.chronicle.ended(
             step,
@@ -86,9 +86,9 @@ class Training:
         )
         if trace.measured:
             self.model.end.timed(trace.compute_s)
-        if self.groups.boundary or self.member.asked == Ask.LEAVE:
+        if self.groups.boundary or self.member.liveness.asked == Ask.LEAVE:
             self.settle()  # while all who send something are still there
-        if self.member.asked == Ask.LEAVE:
+        if self.member.liveness.asked == Ask.LEAVE:
             raise Fenced("its node was asked to leave the job, and does behind this step")
 
     def _agreed(self, progress: Progress) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Training:
         self.position.complete = CommonWork.OTHER
         dist.barrier(group=self.groups.world)
         self.position.finish()
-        self.member.rest(behind_step=False)
+        self.member.liveness.rest(behind_step=False)
 
     def check_holders(self, world: dist.ProcessGroup) -> None:
         """Work for :meth:`together`: leave out workers whose bytes of a layer differ from those of most of

@@ -190,7 +190,7 @@ class Session:
         except (Fenced, ControlPlaneLost) as end:
             sys.stderr.write(f"[odyssey] rank {self.rank} stops: {end}\n")
             # One that is left out for its memory is not to be started again for ever.
-            is_sound = isinstance(end, Fenced) and not self.member.ran_out
+            is_sound = isinstance(end, Fenced) and not self.member.reports.ran_out
             raise SystemExit(EXIT_FENCED if is_sound else 1) from None
         except (PeerFailed, Superseded) as end:
             sys.stderr.write(

@@ -47,7 +47,9 @@ def main() -> None:
                 if step == quiet.start + 17:
                     marker(run_dir, quiet).touch()
                 return
-        session.member.ask_retry(session.member._watch.newest()[0], "the test wants another generation")
+        session.member.reports.ask_retry(
+            session.member._watch.newest()[0], "the test wants another generation"
+        )
 
     Session.train, pretrain_llama.print_step = remember, after_step
     pretrain_llama.main()

@@ -25,6 +25,10 @@ from odyssey_megatron.policy.costs.measured import Measured
 class Told:
     """A member that keeps what it is to publish."""
 
+    @property
+    def reports(self) -> Told:
+        return self
+
     def publish_observations(self, observations_json: str) -> None:
         self.measured = from_json(Measured, observations_json)
 

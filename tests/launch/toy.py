@@ -142,13 +142,13 @@ class Toy:
         if self.args.chatter and self.rank == 0:
             print(f"step {self.step}: {'x' * self.args.chatter}", flush=True)
         total = torch.ones(4)
-        total[1] = self.member.asked == Ask.END
+        total[1] = self.member.liveness.asked == Ask.END
         self.inject.at("reduce", step=self.step, generation=self.number)
         dist.all_reduce(total, group=group)
         assert int(total[0]) == size
         self.ends = total[1] > 0
         self.leave_early()
-        self.member.rest(behind_step=True)
+        self.member.liveness.rest(behind_step=True)
         if self.args.poison and self.rank == 0 and self.step == 5:
             self.poison()
         self.step += 1
@@ -157,7 +157,7 @@ class Toy:
             and self.rank == members[0]
             and self.step - self.began == self.args.retry_every
         ):
-            self.member.ask_retry(self.number, "the test wants it")
+            self.member.reports.ask_retry(self.number, "the test wants it")
             while not self.member.newer_than(self.number):
                 time.sleep(0.001)
 

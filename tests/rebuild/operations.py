@@ -142,7 +142,7 @@ def blocked(name: str, groups: GroupSet, member: Member, generation: Generation)
     group = groups["world"]
     if member.rank == 0:
         time.sleep(0.2)
-        member.ask_retry(generation.number, name)
+        member.reports.ask_retry(generation.number, name)
         while not member.newer_than(generation.number):
             time.sleep(0.001)
         return 0.0

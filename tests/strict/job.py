@@ -275,7 +275,7 @@ class Rank:
             if kill.concerns(self) and kill.is_due(point, step, generation, microbatch):
                 self._job.struck.add((kill, self.incarnation))
                 if kill.leaves:
-                    self.member._heartbeat.asked = Ask.LEAVE
+                    self.member.liveness._heartbeat.asked = Ask.LEAVE
                     continue
                 if kill.breaks:
                     self._job.broken.add(self.slot)

@@ -1,4 +1,7 @@
-"""``Member``: a rank's side of the control plane. It learns of generations, and reports to the coordinator."""
+"""``Member``: a rank's side of the control plane, by which it goes from generation to generation.
+
+What it says on its way is in ``reports.py``, and how its agent sees that it gets on, in ``liveness.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import atexit
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -14,7 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.cluster.events import Ask, GenerationLive, OfferFailed, RankFinished, RankJoined, Retry
+from odyssey_megatron.cluster.events import GenerationLive, RankFinished, RankJoined
 from odyssey_megatron.cluster.shapes import ParallelSizes
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
@@ -33,6 +35,8 @@ from odyssey_megatron.launch.rank.attention import Attention
 from odyssey_megatron.launch.rank.company import Company
 from odyssey_megatron.launch.rank.entering import Entering, concerns
 from odyssey_megatron.launch.rank.falling import PATIENCE_S, fallen_everywhere
+from odyssey_megatron.launch.rank.liveness import Liveness
+from odyssey_megatron.launch.rank.reports import Reports
 from odyssey_megatron.launch.rank.starting import Starting
 from odyssey_megatron.launch.rank.watch import Watch
 from odyssey_megatron.launch.wire import control as keys
@@ -47,8 +51,8 @@ class Member:
     """This process as a member of the job.
 
     It has two threads. One writes heartbeats into a slot of shared memory that the agent reads, as long as the main
-    thread makes progress (``attention.py``). The other waits for generations (``watch.py``). All public methods are
-    for the main thread. Those that talk to the store raise ControlPlaneLost when it is gone.
+    thread makes progress (``liveness.py``). The other waits for generations (``watch.py``). All public methods are for
+    the main thread. Those that talk to the store raise ControlPlaneLost when it is gone.
 
     Args:
         control: the main thread's connection to the store.
@@ -71,16 +75,12 @@ class Member:
     ):
         self.rank, self.world_size, self.incarnation, self.journal = rank, world_size, incarnation, journal
         self.size = size
-        self.ran_out = False
-        """Whether this rank has run out of memory and entered no generation since."""
         self.agreed_s: float | None = None
         """Time, on this rank's clock, when the members of its generation had agreed on how far they are."""
-        self._control, self._heartbeat = control, heartbeat
+        self._control = control
         self._on_offer: Callable[[Generation], None] = lambda offered: None
         self._watcher_control = watch
         self._attention = Attention(config.op_timeout_s, config.recovery_timeout_s, time.monotonic())
-        self._leaves, self._overdue = False, 0
-        """The last generation that was asked to end because this rank's main thread is stuck at an instruction."""
         self._watch = Watch(
             watch,
             self._hear_offer,
@@ -88,6 +88,14 @@ class Member:
             fallen_everywhere=lambda number, text: fallen_everywhere(rank, number, text, watch),
             alone_s=config.node_lease_s + PATIENCE_S,
             settled=not self.joins,
+        )
+        self.reports = Reports(rank=rank, control=control, attention=self._attention)
+        self.liveness = Liveness(
+            rank=rank,
+            heartbeat=heartbeat,
+            attention=self._attention,
+            watch=self._watch,
+            reports=self.reports,
         )
         self.starting = Starting(
             rank=rank,
@@ -105,15 +113,13 @@ class Member:
             incarnation=incarnation,
             control=control,
             watch=self._watch,
-            ask_retry=self.ask_retry,
+            ask_retry=self.reports.ask_retry,
             fenced=self._note_fenced,
             first_within_s=config.store_timeout_s,
             next_within_s=config.recovery_timeout_s,
         )
         if not self.joins:
             self._watch.start()
-        if heartbeat is not None:
-            heartbeat.may_beat = self._gets_on
 
     @property
     def joins(self) -> bool:
@@ -195,11 +201,6 @@ class Member:
         )
 
     @property
-    def asked(self) -> Ask:
-        """What this node's agent asks of its ranks after it was sent a signal. Only reads shared memory."""
-        return Ask.NOTHING if self._heartbeat is None else self._heartbeat.asked
-
-    @property
     def store(self) -> dist.Store:
         """The plain store under the job's prefix, through which groups exchange addresses."""
         return self._control.store
@@ -220,13 +221,6 @@ class Member:
         number, _ = self._watch.newest()
         end_if_shared(self._control, error, rank=self.rank, generation=number, history=self._watch.history)
 
-    def excused(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this rank is never taken for hung, for compiled code that keeps the GIL.
-
-        Its death is noticed all the same.
-        """
-        return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.excused()
-
     # -- generations ----------------------------------------------------------------------------------
 
     def newer_than(self, number: int) -> bool:
@@ -240,17 +234,6 @@ class Member:
         """
         self._attention.look(number, time.monotonic())
         return self._watch.newer_than(number)
-
-    def rest(self, *, behind_step: bool) -> None:
-        """Note that the main thread executes no instructions from now on, and may take longer if nobody waits for it.
-
-        ``behind_step`` says that it has just completed a step.
-        """
-        self._attention.rest(behind_step=behind_step)
-
-    def wait_up_to(self, op_timeout_s: float) -> None:
-        """Set how long one instruction may take, where the value of the launch line does not apply."""
-        self._attention.op_timeout_s = op_timeout_s
 
     def on_newer(
         self, number: int, end: Callable[[bool], None], fall: Callable[[], None] | None = None
@@ -299,7 +282,7 @@ class Member:
             ControlPlaneLost: also if no generation came in time.
         """
         found = self._entering.next_generation(after, timeout_s, why=why)
-        self.ran_out = False
+        self.reports.ran_out = False
         return found
 
     def meet(self, generation: Generation) -> None:
@@ -320,31 +303,6 @@ class Member:
         """
         return generations.with_all_routes(self._control, number, layout)
 
-    def _gets_on(self) -> bool:
-        """Whether the main thread makes progress. If not, this process ends. Runs in the heartbeat's thread."""
-        if self.asked == Ask.LEAVE and not self._watch.settled and not self._leaves:
-            self._leaves = True
-            self._beside(self._leave_while_waiting)
-        now_s = time.monotonic()
-        if (overdue := self._attention.overdue(now_s)) > self._overdue:
-            self._overdue = overdue
-            reason = f"one instruction has taken longer than {self._attention.limit_s:g} s there"
-            self._beside(lambda: self._ask_for_others(overdue, reason))
-        return not self._attention.is_lost(now_s)
-
-    @staticmethod
-    def _beside(work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread of its own, since the store may not answer, and the heartbeat must go on."""
-        with contextlib.suppress(RuntimeError):  # no thread can start while the process ends
-            threading.Thread(target=work, name="odyssey-attention", daemon=True).start()
-
-    def _leave_while_waiting(self) -> None:
-        self._watch.end(Fenced(f"the node of rank {self.rank} was asked to leave the job"))
-
-    def _ask_for_others(self, number: int, reason: str) -> None:
-        with contextlib.suppress(ControlPlaneLost):
-            self.ask_retry(number, reason)
-
     def _hear_offer(self, text: str) -> None:
         """Pass an offered generation on if it concerns this process. Runs in the watcher's thread."""
         offered = generations.read(text, self.rank, self._watcher_control)
@@ -355,8 +313,6 @@ class Member:
         if self.journal:
             self.journal.event("fenced", generation=number, why=why)
 
-    # -- reports --------------------------------------------------------------------------------------
-
     def report_live(self, number: int, done: int = 0) -> None:
         """Report that this rank holds all its state of generation ``number``. Returns once that is on record.
 
@@ -366,37 +322,6 @@ class Member:
         ago_s = None if self.agreed_s is None else time.monotonic() - self.agreed_s
         live = GenerationLive(rank=self.rank, generation=number, done=done, agreed_ago_s=ago_s)
         self._control.send(live, acknowledged=True)
-
-    def decline(self, number: int, reason: str) -> None:
-        """Report that this rank cannot prepare offered generation ``number``."""
-        self._control.send(OfferFailed(rank=self.rank, generation=number, reason=reason))
-
-    def ask_retry(self, number: int, reason: str, *, out_of_memory: bool = False) -> None:
-        """Ask for fresh groups, although perhaps nobody has died. Ignored once ``number`` is outdated.
-
-        ``out_of_memory``: ask for a plan that needs less memory, too.
-        """
-        retry = Retry(
-            rank=self.rank,
-            generation=number,
-            reason=reason,
-            patience_s=self._attention.longest_s,
-            out_of_memory=out_of_memory,
-        )
-        self._control.send(retry)
-        self.ran_out |= out_of_memory
-
-    def note(self, name: str, value: str) -> None:
-        """Leave ``value`` for the rank that takes over a task of this rank's."""
-        self._control.put(f"note/{name}", value)
-
-    def noted(self, name: str) -> str | None:
-        """Return the newest value that a rank left under ``name``, if there is one."""
-        return self._control.peek(f"note/{name}")
-
-    def publish_observations(self, observations_json: str) -> None:
-        """Replace the measured costs of this rank that the coordinator uses for its next decision."""
-        self._control.put(keys.observations_key(self.rank), observations_json)
 
     def finish(self, number: int, early: int = -1) -> None:
         """Call after the last step: returns when every member of generation ``number`` got here.
@@ -418,7 +343,6 @@ class Member:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.leave()
+        self.liveness.leave()
         with contextlib.suppress(ControlPlaneLost):
             self._control.put(keys.left_key(self.rank), "")

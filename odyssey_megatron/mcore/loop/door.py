@@ -79,8 +79,8 @@ class Door:
         self._stage = OwnStage()
         self._feed = Feed(self._stage)
         self._lines = SurvivingLines(
-            note=lambda place: self._session.member.note("printed", place),
-            noted=lambda: self._session.member.noted("printed"),
+            note=lambda place: self._session.member.reports.note("printed", place),
+            noted=lambda: self._session.member.reports.noted("printed"),
         )
         self._chunks: list[Any] = []
         self._board: tensorboard.SurvivingWriter | None = None
@@ -217,7 +217,7 @@ class Door:
         # Megatron waits for others up to its own timeout, e.g. while the first rank builds an index.
         patience_s = max(self._config.op_timeout_s, 60.0 * args.distributed_timeout_minutes)
         self._config = session.config = replace(self._config, op_timeout_s=patience_s)
-        session.member.wait_up_to(patience_s)
+        session.member.liveness.wait_up_to(patience_s)
         self._groups = LivingGroups(session, cell, self._config)
         args.data_parallel_size = 1
         compat.count_all_microbatches(args, self._feed.replicas)
@@ -359,5 +359,5 @@ class Door:
             return original(provider)
 
         # Megatron's compiled helpers keep the GIL while they build an index.
-        with self._session.member.excused(), whole_indices():
+        with self._session.member.liveness.excused(), whole_indices():
             return build(None) if self._groups.are_first else self._together(build)

@@ -65,11 +65,11 @@ class Start:
 
     def note(self, member: Member) -> None:
         """Store the start for processes that join later."""
-        member.note(_NOTE, json.dumps(asdict(self)))
+        member.reports.note(_NOTE, json.dumps(asdict(self)))
 
     @classmethod
     def noted(cls, member: Member) -> Start:
-        return cls(**json.loads(member.noted(_NOTE) or "{}"))
+        return cls(**json.loads(member.reports.noted(_NOTE) or "{}"))
 
     def apply(self, args: Any, scheduler: Any, optimizer: Any) -> None:
         """Set what loading a checkpoint would have set."""

@@ -65,7 +65,7 @@ class Observer:
 
     def build_data_iterators(self, original: Any, provider: Any) -> Any:
         # Megatron's compiled helpers keep the GIL while they build an index.
-        with self._member.excused():
+        with self._member.liveness.excused():
             return original(provider)
 
     def _post(self) -> None:

@@ -28,6 +28,8 @@ def install(args: Any, runtime: RankRuntime, member: Member) -> None:
     from megatron.training import global_vars
 
     own = global_vars._GLOBAL_SIGNAL_HANDLER  # Megatron's own; catches the signal if the user asked for it
-    runtime.ballot.wants_end = lambda: member.asked == Ask.END or (own is not None and own._signal_received)
+    runtime.ballot.wants_end = lambda: (
+        member.liveness.asked == Ask.END or (own is not None and own._signal_received)
+    )
     args.exit_signal_handler = True
     global_vars._GLOBAL_SIGNAL_HANDLER = AgreedSignal(runtime)

@@ -151,8 +151,8 @@ def replace_writer(args: Any, member: Member) -> SurvivingWriter | None:
 
     board = global_vars._GLOBAL_TENSORBOARD_WRITER = Board(
         lambda: open_writer(folder, args.tensorboard_queue_size),
-        note=lambda iteration: member.note("tensorboard", str(iteration)),
-        noted=lambda: int(member.noted("tensorboard") or -1),
+        note=lambda iteration: member.reports.note("tensorboard", str(iteration)),
+        noted=lambda: int(member.reports.noted("tensorboard") or -1),
         name=f"TensorBoard's folder {folder}",
     )
     if args.rank == args.world_size - 1 and not member.joins:
