@@ -20,7 +20,8 @@ from odyssey_megatron.policy.routes.mixing import Mixing, judged_by
 from odyssey_megatron.policy.shapes.divide import divided
 from odyssey_megatron.policy.shapes.pipelines import ALIKE, WORTH
 from odyssey_megatron.policy.shapes.search import search_for
-from odyssey_megatron.policy.shapes.seating import place
+from odyssey_megatron.policy.shapes.seating import place, seated
+from odyssey_megatron.policy.shapes.slide import slid
 
 _LEANER = 0.98
 """A fraction of the memory of the best layout: another layout must need less than that to be worth it."""
@@ -124,6 +125,9 @@ def _better(own: Layout, job: JobSpec, profile: Profile, least: int) -> Iterator
     if job.revisits:
         for shape in divided(search, len(workers), job.num_microbatches, least):
             yield place(shape, workers, own, costs)
+        gap = slid(search, len(workers), job.num_microbatches)
+        if gap is not None and min(map(len, gap.layout.holders)) >= least:
+            yield seated(gap.layout, workers, own, costs)
 
 
 def _apart(

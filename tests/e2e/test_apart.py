@@ -67,3 +67,26 @@ def test_a_microbatch_that_is_left_over_goes_through_several_pipelines(
     assert_equal_runs(shot, undisturbed(LEFT_OVER, ranks=4, stages=1), kills=inject.count("rank="))
     chosen = [row["name"] for one in shot.named("decision") for row in one["candidates"] if row["chosen"]]
     assert "divide" in chosen
+
+
+@pytest.mark.parametrize(
+    ("inject", "ranks", "flags"),
+    [
+        ("rank=1,step=2,at=backward", 4, ""),
+        ("rank=2,step=1,at=forward;rank=1,step=3,at=reduce", 4, ""),
+        ("rank=1,step=1,at=optimizer;rank=3,step=2,at=transfer", 4, "--odyssey-redundancy state"),
+        ("rank=1,step=2,at=weight_grad", 6, ""),
+        ("rank=4,step=2,at=backward", 6, "--use-distributed-optimizer"),
+    ],
+    ids=["one", "two", "state", "in a V", "slices"],
+)
+def test_a_gap_that_slides_from_stage_to_stage(jobs, undisturbed, tmp_path, name, inject, ranks, flags):
+    """Of two or three pipelines of two stages one lacks a worker, and each of its microbatches another stage."""
+    path, model = tmp_path / "gap.json", f"--num-layers 4 --global-batch-size {ranks}"
+    Profile(costs=replace(uniform_costs(4, ends=True), memory_bytes=2**30), group_build_s=0.0).save(path)
+    flags = f"{model} {flags}"
+    shot = jobs.run(
+        name, ranks=ranks, stages=2, flags=f"{flags} --odyssey-profile {path} --odyssey-inject {inject}"
+    )
+    assert_equal_runs(shot, undisturbed(flags, ranks=ranks, stages=2), kills=inject.count("rank="))
+    assert "slide" in {one["policy"] for one in shot.named("decision")}

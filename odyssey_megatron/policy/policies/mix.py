@@ -13,7 +13,8 @@ from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.policies import replan
 from odyssey_megatron.policy.proposal import Policy, Sketch
-from odyssey_megatron.policy.routes.mixing import Mixing, judged_by, seated
+from odyssey_megatron.policy.routes.mixing import Mixing, judged_by
+from odyssey_megatron.policy.shapes.seating import seated
 
 
 class Mix(Policy):
@@ -42,7 +43,9 @@ class Mix(Policy):
             found = mixing.better(_starts(case))
             if found is None:
                 raise PlanInfeasible("no routes that take pipelines apart are worth it")
-            return seated(found, case.previous, mixing)
+            if costs.slow_links:  # it was found for these workers
+                return found
+            return seated(found, case.alive, case.previous, costs, case.speeds)
 
         yield Sketch(
             make=make,

@@ -8,7 +8,7 @@ Local search finds which layers of which microbatch run where, with the list sch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from math import inf
 from random import Random
@@ -19,7 +19,6 @@ from odyssey_megatron.plan.checking.simulate import computed_before_s, step_end_
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
 from odyssey_megatron.plan.placing.memory import caps_for, minimum_bytes, state_bytes
-from odyssey_megatron.plan.placing.transfer import assign_seats
 from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.policy.shapes.pipelines import WORTH
 
@@ -123,26 +122,6 @@ def judged_by(
         return step_end_s(layout, costs, order.done_s, order.tails())
 
     return judge
-
-
-def seated(layout: Layout, previous: Layout, job: Mixing) -> Layout:
-    """Return ``layout`` with equal workers exchanged such that the fewest bytes move."""
-    costs, place = job.costs, dict[int, int]()
-    if costs.slow_links:
-        return layout
-    alike: dict[float, list[int]] = {}
-    for worker in layout.workers:
-        alike.setdefault(job.speeds.get(worker, 1.0), []).append(worker)
-    for speed, seats in alike.items():
-        there = [worker for worker in job.workers if job.speeds.get(worker, 1.0) == speed]
-        held = {worker: previous.held_by(worker) for worker in there}
-        found = assign_seats([layout.held_by(seat) for seat in seats], there, held, costs)
-        place |= dict(zip(seats, found, strict=True))
-    routes = tuple(
-        replace(route, hops=tuple(replace(hop, worker=place[hop.worker]) for hop in route.hops))
-        for route in layout.routes
-    )
-    return layout_from_routes(layout.num_layers, routes, tied=layout.tied)
 
 
 def ways_of(layout: Layout) -> Ways | None:

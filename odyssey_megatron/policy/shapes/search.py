@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.names import lengths_text, size_text
@@ -23,6 +24,9 @@ from odyssey_megatron.policy.shapes.pipelines import MANY_WORKERS, Pipelines, Sh
 from odyssey_megatron.policy.shapes.seating import PipelineShapes
 from odyssey_megatron.policy.shapes.splits import Splits
 from odyssey_megatron.policy.shapes.turns import TURNS, Preempted
+
+if TYPE_CHECKING:
+    from odyssey_megatron.policy.shapes.slide import Slid
 
 
 @lru_cache(maxsize=2)
@@ -76,6 +80,8 @@ class Search:
         """Searches for the same job with more legs."""
         self.divided: dict[tuple[int, int, int], tuple[PipelineShapes, ...]] = {}
         """What ``policy/shapes/divide.py`` has found."""
+        self.slid: dict[tuple[int, int], Slid | None] = {}
+        """What ``policy/shapes/slide.py`` has found."""
         self._shared: dict[int, Search] = {}
         self._ranked: dict[tuple[int, int], tuple[tuple[float, int], ...]] = {}
         self._rows: dict[int, Rows] = {}

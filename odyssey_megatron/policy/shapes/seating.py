@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.costs import Costs
@@ -86,6 +86,32 @@ def place(
         for ids, hops in zip(own[len(pipelines) :], shape.further, strict=True)
     )
     return layout_from_routes(len(costs.layers), (*routes, *further), tied=previous.tied)
+
+
+def seated(
+    layout: Layout,
+    workers: Collection[int],
+    previous: Layout,
+    costs: Costs,
+    speeds: Mapping[int, float] | None = None,
+) -> Layout:
+    """Return ``layout`` with its equal workers, or seats, exchanged for those of ``workers`` such that the fewest bytes
+    move.
+    """
+    place, speeds = dict[int, int](), speeds or {}
+    alike: dict[float, list[int]] = {}
+    for worker in layout.workers:
+        alike.setdefault(speeds.get(worker, 1.0), []).append(worker)
+    for speed, seats in alike.items():
+        there = [worker for worker in workers if speeds.get(worker, 1.0) == speed]
+        held = {worker: previous.held_by(worker) for worker in there}
+        found = assign_seats([layout.held_by(seat) for seat in seats], there, held, costs)
+        place |= dict(zip(seats, found, strict=True))
+    routes = tuple(
+        replace(route, hops=tuple(replace(hop, worker=place[hop.worker]) for hop in route.hops))
+        for route in layout.routes
+    )
+    return layout_from_routes(layout.num_layers, routes, tied=layout.tied)
 
 
 def _slow_seats(

@@ -27,13 +27,22 @@ def turns(last: int, legs: int) -> tuple[int, ...]:
 
     The outermost legs come first, so that the first worker gets embedding and head with a transformer layer each.
     """
-    edges = [last * leg // legs for leg in range(legs + 1)]
     ways = [
-        range(a, b) if i % 2 == 0 else range(b - 1, a - 1, -1) for i, (a, b) in enumerate(pairwise(edges))
+        range(a, b) if i % 2 == 0 else range(b - 1, a - 1, -1)
+        for i, (a, b) in enumerate(pairwise(_edges(last, legs)))
     ]
     ways.insert(1, ways.pop())
     longest = max(map(len, ways))
     return tuple(way[depth] for depth in range(longest) for way in ways if depth < len(way))
+
+
+def _edges(last: int, legs: int) -> list[int]:
+    return [last * leg // legs for leg in range(legs + 1)]
+
+
+def legs_of(last: int, legs: int) -> list[int]:
+    """Return the leg of each layer before ``last``."""
+    return [leg for leg, (a, b) in enumerate(pairwise(_edges(last, legs))) for _ in range(a, b)]
 
 
 @lru_cache(maxsize=64)
