@@ -33,6 +33,9 @@ from odyssey_megatron.policy.shapes.stages import reached_s
 _TRIES = 6
 """The most kinds of pipelines that are looked at; the bound of each takes some milliseconds."""
 
+_ROUGH = 0.9
+"""An estimate before microbatches are dealt out may be too long: for stages that are not alike by a tenth."""
+
 _MOST = 4
 """The most shapes that are scheduled, each in tens of milliseconds."""
 
@@ -75,7 +78,8 @@ def _slid(search: Search, workers: int, microbatches: int, thorough: bool) -> Sl
             for turned in (search, *search.turned)
             for number in range(2, min(workers, microbatches) + 1)
             for stages in range(workers // number + 1, -(-workers // (number - 1)))
-            if (one := _Slide.of(turned, number, stages, workers, microbatches)) and one.likely_s < below_s
+            if (one := _Slide.of(turned, number, stages, workers, microbatches))
+            and one.likely_s * _ROUGH < below_s
         ),
         key=lambda one: one.likely_s,
     )
