@@ -9,8 +9,8 @@ from typing import Any
 
 from odyssey_megatron.policy.costs.measured import LinkTimes
 
-_UNKNOWN = LinkTimes(message_bytes=1, empty_s=1e-3, message_s=1e-3)
-"""What is assumed on a rank that has come back, as it has not timed its link."""
+_UNKNOWN = LinkTimes(worker=-1, message_bytes=1, empty_s=1e-3, message_s=1e-3)
+"""What is assumed on a rank that has timed no link: one that has come back, or had nobody to time it with."""
 
 
 class Held:

@@ -41,6 +41,7 @@ from odyssey_megatron.plan.placing.groups import WORLD, holder_groups
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.assignment import Assignment
 from odyssey_megatron.plan.sending.generation import Generation
+from odyssey_megatron.policy.costs.measured import LinkTimes
 from odyssey_megatron.rebuild import agree
 from odyssey_megatron.rebuild.agree import Standing
 from odyssey_megatron.recover import Phase
@@ -239,12 +240,22 @@ class RankRuntime:
         model.holdings.take_cell(assignment.cell)
         if assignment.is_first:
             model.holdings.create_layers(assignment.held, assignment.kept)
-            for name in (WORLD,) if self._tagged else assignment.timed_pair:
-                self._measured.link = link_times(self._groups.entered[name], model.compute.empty_message())
+            self._measured.link = self._link_times(assignment)
         # A rank that joins, and finds no memory, fails as it did before it joined: the others need no other plan.
         with nullcontext() if assignment.is_fresh else asking_for_less(self.committed):
             self._move_in(assignment, live)
         self.chronicle.started(self.committed)
+
+    def _link_times(self, assignment: Assignment) -> LinkTimes | None:
+        """Time the link to the rank that this one is to time it with; None if there is none."""
+        other = assignment.timed_with
+        if other is None:
+            return None
+        ((name, ranks),) = assignment.timed_group.items()
+        if self._tagged:
+            name, ranks = WORLD, assignment.generation.members
+        message = self._model.compute.empty_message()
+        return link_times(self._groups.entered[name], ranks.index(other.rank), other.worker, message)
 
     def _move_in(self, assignment: Assignment, live: Callable[[], None]) -> None:
         model = self._model

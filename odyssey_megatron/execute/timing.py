@@ -376,26 +376,25 @@ def _sums(step: int, summed: Summed, stopwatch: Stopwatch) -> Iterator[SumSeen]:
         yield SumSeen(step=step, workers=to_runs(workers), seconds=seconds)
 
 
-def link_times(group: dist.ProcessGroup, message: torch.Tensor) -> LinkTimes | None:
-    """Time messages back and forth between pairs of neighbours in ``group``; all its members must call.
+def link_times(group: dist.ProcessGroup, other: int, worker: int, message: torch.Tensor) -> LinkTimes:
+    """Time messages to another rank and back, which must do the same.
 
-    None for a rank without a neighbour.
+    Args:
+        other: The other's rank in ``group``.
+        worker: Its worker.
+        message: A tensor of the size of an activation.
     """
-    mine, size = group.rank(), group.size()
-    partner = mine ^ 1
-    if partner >= size:
-        return None
-    best_s = []
+    mine, best_s = group.rank(), []
     for tensor in (message.new_zeros(1), message):
         times_s = []
         for _ in range(_ROUND_TRIPS):
             began_s = time.monotonic()
-            for sends in (mine < partner, mine > partner):
+            for sends in (mine < other, mine > other):
                 post = dist.isend if sends else dist.irecv
-                work = post(tensor, group=group, **{"group_dst" if sends else "group_src": partner})
+                work = post(tensor, group=group, **{"group_dst" if sends else "group_src": other})
                 assert work is not None
                 work.wait()
             tensor.reshape(-1)[0].item()  # waits until a device has it
             times_s.append(time.monotonic() - began_s)
         best_s.append(min(times_s) / 2)
-    return LinkTimes(message_bytes=message.nbytes, empty_s=best_s[0], message_s=best_s[1])
+    return LinkTimes(worker=worker, message_bytes=message.nbytes, empty_s=best_s[0], message_s=best_s[1])

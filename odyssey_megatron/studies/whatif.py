@@ -97,7 +97,8 @@ class WhatIf:
         """Return the communicators of all ranks, including those within cells."""
         previous = None if plan is self.before else Needs(self.before.layout)
         planned = self.decision is not None and not self.decision.case.lost
-        return communicators(Needs(plan.layout, plan.transfers, planned), self.scenario.job.cell(0), previous)
+        needs = Needs(plan.layout, plan.transfers, planned)
+        return communicators(needs, self.scenario.job.cell(0), previous, self.scenario.state.nodes)
 
     def timeline(self, plan: Plan) -> Timeline:
         """Return the timeline of one step; slow workers are slow in it once they are planned for."""

@@ -33,7 +33,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from itertools import pairwise
+from collections.abc import Collection
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import Route
 from odyssey_megatron.plan.placing.communicators import Needs, communicators, connect_s
-from odyssey_megatron.plan.placing.groups import WORLD, Channel, group_members, pair, way_of
+from odyssey_megatron.plan.placing.groups import WORLD, Channel, group_members, timed_pairs, way_of
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import MESSAGE
 from odyssey_megatron.policy.costs.profile import Profile
@@ -95,7 +96,11 @@ def _around(route: Route, worker: int) -> list[int]:
 
 
 def of_worker(
-    worker: int, size: int, before: tuple[Plan, tuple[int, ...]], after: tuple[Plan, tuple[int, ...]]
+    worker: int,
+    size: int,
+    before: tuple[Plan, tuple[int, ...]],
+    after: tuple[Plan, tuple[int, ...]],
+    timed: Collection[tuple[int, int]],
 ) -> dict[str, Any]:
     """Of its first rank, for two plans, each with the ranks that are in."""
     (healthy, everyone), (plan, survivors) = before, after
@@ -111,7 +116,7 @@ def of_worker(
         "built": len(second) - alike,
         "channels_built": len(channels(second) - channels(first)),
         "added_neighbours": len(neighbours - neighbours_of(healthy, worker)),
-        "at_the_start": len(first | pair(everyone, worker * size)),
+        "at_the_start": len(first) + (worker in chain.from_iterable(timed)),
         "host_groups": len(hosts.groups_of(survivors.index(worker * size), len(survivors))),
         "model_s": max((connect_s(len(ranks)) for ranks in second.values()), default=0.0),
     }
@@ -131,10 +136,10 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
         tuple(range(workers * size)),
         tuple(w * size + at for w in alive for at in range(size)),
     )
-    rows = []
+    rows, timed = [], timed_pairs(healthy.layout, state.nodes)
     around = [one for route in healthy.layout.routes for one in _around(route, 5)]
     for worker in sorted({*alive[:: max(1, len(alive) // 256)], *around}):
-        rows.append(of_worker(worker, size, (healthy, everyone), (after, survivors)))
+        rows.append(of_worker(worker, size, (healthy, everyone), (after, survivors), timed))
     most = max(rows, key=lambda row: row["communicators"])
     worst_s = max(row["model_s"] for row in rows)
     cell, start = Cell(rank=0, size=size), Needs(healthy.layout)
@@ -151,7 +156,9 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
         exactly(f"{name}_communicators_told", told.count, most["communicators"]),
         exactly(f"{name}_communicators_to_connect_told", told.anew, row["built"]),
         exactly(
-            f"{name}_communicators_told_at_the_start", communicators(start, cell).count, row["at_the_start"]
+            f"{name}_communicators_told_at_the_start",
+            communicators(start, cell, nodes=state.nodes).count,
+            row["at_the_start"],
         ),
         at_most(f"{name}_more_than_two_a_neighbour_and_one_a_block", max(one["over"] for one in rows), 0),
         at_most(

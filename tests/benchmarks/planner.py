@@ -265,6 +265,7 @@ class Ranks:
             weight_grad_s=self.noisy(sum(one.weight_grad_s for one in layers)),
         )
         link = LinkTimes(
+            worker=-1,
             message_bytes=costs.message_bytes,
             empty_s=self.noisy(costs.link_latency_s),
             message_s=self.noisy(costs.message_s()),

@@ -322,9 +322,10 @@ def measure_the_accelerator(model: Accelerator) -> None:
     first is what the accelerator was busy, and the second what its links take.
     """
 
-    def ping_pong(group: Any, message: torch.Tensor) -> LinkTimes:
+    def ping_pong(group: Any, other: int, worker: int, message: torch.Tensor) -> LinkTimes:
         empty_s, message_s = (min(model.message_s(share=share) for _ in range(5)) for share in (0.0, 1.0))
-        return LinkTimes(message_bytes=model.bytes_of_a_message, empty_s=empty_s, message_s=message_s)
+        size = model.bytes_of_a_message
+        return LinkTimes(worker=worker, message_bytes=size, empty_s=empty_s, message_s=message_s)
 
     def exchange(neighbours: Neighbours, message: torch.Tensor, now: Any) -> Exchanged:
         return {

@@ -30,6 +30,7 @@ from odyssey_megatron.launch.coordinator.reactions import (
     react,
 )
 from odyssey_megatron.launch.wire.verdict import JobVerdict
+from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
 from tests.launch.played import PLAN
 
@@ -56,6 +57,16 @@ def test_a_death_is_reported_and_then_decided_on():
     job, generation = published(job, PLAN, recover.why, dead=recover.dead)
     assert (generation.number, generation.members, generation.dead) == (2, (0, 1, 2, 4, 5), (3,))
     assert generation.previous == PLAN.layout
+
+
+def test_the_first_generation_says_who_times_a_link():
+    """Workers on different nodes, until a generation is live: what links take is known then."""
+    layout = megatron_layout(num_layers=5, pipeline_size=3, num_workers=6, num_microbatches=2)
+    plan = replace(PLAN, layout=layout)
+    job = begun()[0]
+    job, first = published(replace(job, start_plan=plan), plan, "nobody was live")
+    assert first.timed == ((0, 2), (1, 3))
+    assert published(all_live(job, first.number), plan, "failure")[1].timed == ()
 
 
 @pytest.mark.parametrize("all_come", [True, False])

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.plan.placing.groups import WORLD
+from odyssey_megatron.plan.placing.groups import WORLD, timed_pairs
 from odyssey_megatron.plan.sending.assignment import Assignment
 from odyssey_megatron.plan.sending.generation import Generation
 from tests.plan.test_wire import DEAD, WORKERS, planned
@@ -19,7 +19,7 @@ def assignments(policy="replan", *, fresh=(), first=False):
     before, plan = planned(policy)
     generation = Generation(
         number=2, members=LIVING, dead=tuple(DEAD), why="failure", previous=None if first else before.layout,
-        plan=plan, plan_hash=plan.hash(), fresh=fresh,
+        plan=plan, plan_hash=plan.hash(), fresh=fresh, timed=timed_pairs(plan.layout) if first else (),
     )  # fmt: skip
     return [Assignment(generation=generation, cell=Cell(rank=rank)) for rank in LIVING]
 

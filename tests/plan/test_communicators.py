@@ -20,7 +20,7 @@ from odyssey_megatron.plan.placing.communicators import (
     communicators,
     connect_s,
 )
-from odyssey_megatron.plan.placing.groups import WORLD, group_members, pair, way_of
+from odyssey_megatron.plan.placing.groups import WORLD, group_members, timed_group, timed_pairs, way_of
 from odyssey_megatron.plan.placing.transfer import plan_transfers
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
@@ -35,15 +35,16 @@ CELLS = {
 }
 
 
-def of_rank(plan, worker, cell, *, beside=False, first=0):
-    """The ranks of each group, and which way it is used. ``first``: of so many ranks, the first generation."""
+def of_rank(plan, worker, cell, *, beside=False, first=False):
+    """The ranks of each group, and which way it is used. ``first``: with the one in which a link is timed."""
     mine = Cell(
         rank=worker * cell.full, size=cell.size, context=cell.context, lanes=cell.lanes, expert=cell.expert,
         expert_tensor=cell.expert_tensor,
     )  # fmt: skip
     named = group_members(plan, (0, 1), Cells(mine), tagged=False, beside=beside)
-    if first:
-        named |= pair(tuple(range(first)), mine.rank)
+    for pair in timed_pairs(plan.layout) if first else ():
+        if worker in pair:
+            named |= timed_group(*(one * cell.full for one in pair))
     return [(ranks, way_of(name)) for name, ranks in named.items() if len(ranks) > 1 and name != WORLD]
 
 
@@ -68,7 +69,7 @@ def plans(stages, replicas, policy, redundancy):
 def test_what_is_said_is_what_ranks_have(stages, replicas, policy, cell):
     """At the start; behind a failure; where the dead worker is back, between two steps; and where it leaves."""
     healthy, decision = plans(stages, replicas, policy, redundancy=replicas == 1)
-    after, ranks = decision.plan, stages * replicas * cell.full
+    after = decision.plan
 
     def going_to(plan, layout):
         moves = plan_transfers(layout, plan.layout, after.layout.workers, decision.case.profile.costs)
@@ -77,7 +78,7 @@ def test_what_is_said_is_what_ranks_have(stages, replicas, policy, cell):
     back, left = going_to(healthy, after.layout), going_to(after, healthy.layout)
     previous, there = None, {}
     for plan, beside in ((healthy, False), (after, False), (back, True), (left, True)):
-        needs, first = Needs(plan.layout, plan.transfers, beside), 0 if previous else ranks
+        needs, first = Needs(plan.layout, plan.transfers, beside), previous is None
         told = communicators(needs, cell, previous)
         have = {
             worker: Counter(of_rank(plan, worker, cell, beside=beside, first=first))

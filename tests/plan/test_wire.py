@@ -71,6 +71,7 @@ def test_parts_are_the_whole(policy, copies, tied):
         plan_hash=plan.hash(),
         incarnations=((3, 2),),
         fresh=(11,),
+        timed=((0, 3), (4, 2)),
         decide_s=0.5,
     )
     sent = to_wire(generation, 1)

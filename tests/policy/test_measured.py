@@ -21,8 +21,8 @@ def test_nothing_measured_changes_nothing():
 
 
 def test_link_state_and_regrouping():
-    link = LinkTimes(message_bytes=4096, empty_s=1e-4, message_s=3e-4)
-    slow = LinkTimes(message_bytes=4096, empty_s=1e-4, message_s=5e-4)
+    link = LinkTimes(worker=1, message_bytes=4096, empty_s=1e-4, message_s=3e-4)
+    slow = LinkTimes(worker=1, message_bytes=4096, empty_s=1e-4, message_s=5e-4)
     after = with_measured(
         PROFILE,
         [
@@ -40,13 +40,13 @@ def test_link_state_and_regrouping():
 
 
 def test_a_message_as_fast_as_nothing_has_finite_bandwidth():
-    link = LinkTimes(message_bytes=4096, empty_s=2e-4, message_s=1e-4)
+    link = LinkTimes(worker=1, message_bytes=4096, empty_s=2e-4, message_s=1e-4)
     costs = with_measured(PROFILE, [Measured(link=link)]).costs
     assert 0 < costs.link_bytes_per_s < 1e12
 
 
 def test_messages_without_bytes_say_nothing_of_bandwidth():
-    link = LinkTimes(message_bytes=0, empty_s=1e-4, message_s=1e-4)
+    link = LinkTimes(worker=1, message_bytes=0, empty_s=1e-4, message_s=1e-4)
     costs = with_measured(PROFILE, [Measured(link=link)]).costs
     assert (costs.message_s(), costs.link_bytes_per_s) == (1e-4, PROFILE.costs.link_bytes_per_s)
 
@@ -54,24 +54,29 @@ def test_messages_without_bytes_say_nothing_of_bandwidth():
 def test_round_trip():
     one = Measured(
         spans=(Observation(first=0, last=3, samples=2, forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.5),),
-        link=LinkTimes(message_bytes=1, empty_s=0.1, message_s=0.2),
+        link=LinkTimes(worker=1, message_bytes=1, empty_s=0.1, message_s=0.2),
         state_bytes=((1, 5),),
     )
     assert from_json(Measured, to_json(one)) == one
 
 
-def test_links_between_neighbours_count_where_they_are_far_from_those_at_the_start():
-    at_start = LinkTimes(message_bytes=4096, empty_s=1e-5, message_s=1e-4)
+def test_the_links_of_the_start_count_as_they_are_now_where_that_is_far_from_it():
+    """Only these: others lie within nodes where these do not, and are faster."""
 
-    def with_neighbours(message_s: float) -> float:
-        times_s = (message_s, message_s, message_s, 1.0)
-        links = tuple(
-            LinkSeen(step=1, worker=one, empty_s=1e-5, message_s=time_s) for one, time_s in enumerate(times_s)
-        )
-        return with_measured(PROFILE, [Measured(link=at_start, links=links)]).costs.message_s()
+    def with_links(message_s: float) -> float:
+        published = []
+        for worker, now_s in enumerate((message_s, message_s, message_s, 1.0)):
+            at_start = LinkTimes(worker=worker, message_bytes=4096, empty_s=1e-5, message_s=1e-4)
+            times_s = {worker: now_s, worker + 10: 1e-5, worker + 20: 1e-5}
+            links = (
+                LinkSeen(step=1, worker=one, empty_s=1e-5, message_s=time_s)
+                for one, time_s in times_s.items()
+            )
+            published.append(Measured(link=at_start, links=tuple(links)))
+        return with_measured(PROFILE, published).costs.message_s()
 
-    assert with_neighbours(1.2e-4) == pytest.approx(1e-4), "noise"
-    assert with_neighbours(8e-4) == pytest.approx(8e-4), "other nodes; a slow one among them changes nothing"
+    assert with_links(1.2e-4) == pytest.approx(1e-4), "noise"
+    assert with_links(8e-4) == pytest.approx(8e-4), "all are slower; a slow one among them changes nothing"
 
 
 def test_what_the_dead_have_seen_of_a_recovery_does_not_count_for_ever():

@@ -74,6 +74,8 @@ def test_links_are_timed_between_steps(device):
     ended = check(one, seed=1)
     measured = [json.loads(rank.measured) for rank in ended.ranks]
     assert all(one["links"] for one in measured)
+    # Before the first step: those of routes, and of the last stage that of its sum.
+    assert [one["link"]["worker"] for one in measured] == [2, 3, 0, 1, 5, 4]
     assert sum(bool(one["sums"]) for one in measured) >= 3, "of each stage to one of those who hold it"
 
 

@@ -31,6 +31,7 @@ from odyssey_megatron.cluster.state import (
 from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND, LayersLost
 from odyssey_megatron.launch.coordinator.offer_tries import OfferTries
 from odyssey_megatron.launch.wire.verdict import JobVerdict
+from odyssey_megatron.plan.placing.groups import timed_pairs
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
 
@@ -338,17 +339,19 @@ def _generation(
 ) -> Generation:
     """Return the newest generation, which is on offer, or else has to be entered."""
     cluster = job.cluster
+    previous = None if job.live_plan is None else job.live_plan.layout
     return Generation(
         number=cluster.newest,
         members=tuple(sorted(cluster.offered_members if cluster.offered else cluster.members)),
         dead=dead,
         why=why,
-        previous=None if job.live_plan is None else job.live_plan.layout,
+        previous=previous,
         plan=plan,
         plan_hash=plan.hash(),
         decide_s=decide_s,
         planned=bool(cluster.offered),
         incarnations=cluster.incarnations,
         fresh=cluster.waiting_ranks,
+        timed=timed_pairs(plan.layout, cluster.nodes) if previous is None else (),
         shapes=cluster.shapes,
     )

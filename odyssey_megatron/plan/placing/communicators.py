@@ -5,7 +5,6 @@ All figures are published ones. None has been measured in this project, so that 
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,14 @@ from typing import NamedTuple
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.plan.layout import Block, Layout
-from odyssey_megatron.plan.placing.groups import Channel, channels, groups_of_block, groups_of_cell
+from odyssey_megatron.plan.placing.groups import (
+    NO_NODES,
+    Channel,
+    channels,
+    groups_of_block,
+    groups_of_cell,
+    timed_pairs,
+)
 from odyssey_megatron.plan.plan import Transfer
 
 CONNECT_S, CONNECT_S_PER_RANK = 1.13, 0.0026
@@ -89,13 +95,16 @@ class Needs(NamedTuple):
         return Counter([*channels(self.layout), *{(one.source, one.target) for one in self.transfers}])
 
 
-def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Communicators:
+def communicators(
+    plan: Needs, cell: Cell, previous: Needs | None = None, nodes: Mapping[int, int] = NO_NODES
+) -> Communicators:
     """Return the communicators of ``plan``, all of whose workers are whole cells like ``cell``.
 
     Args:
         previous: the plan that the job has been carrying out. Its communicators with the same members and the same use
             are taken over: all of them between two steps; after a failure those on which nothing is outstanding. None:
             nothing is connected yet. Then most ranks have one more, with another rank, in which they time their link.
+        nodes: worker -> its node, by which they do so (``plan/placing/groups.timed_pairs``).
     """
     within = tuple(len(ranks) for ranks in groups_of_cell(cell).values())
     sizes, anew = defaultdict[_Sizes, Counter[int]](Counter), defaultdict[_Sizes, Counter[int]](Counter)
@@ -118,9 +127,8 @@ def communicators(plan: Needs, cell: Cell, previous: Needs | None = None) -> Com
     sizes[within].update(workers)
     anew[within].update({*workers} - workers_before)
     if previous is None:
-        paired = len(workers) * cell.size // 2 * 2  # of an odd number one rank is left over
         for each in (sizes, anew):
-            each[2,].update(workers[: math.ceil(paired / cell.size)])
+            each[2,].update(chain.from_iterable(timed_pairs(plan.layout, nodes)))
     return Communicators(
         count=_most(sizes, len),
         anew=_most(anew, len),

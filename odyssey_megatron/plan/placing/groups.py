@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 from odyssey_megatron.cluster.cell import Cell
@@ -16,6 +17,8 @@ T = TypeVar("T")
 
 WORLD = "world"
 """The group of all members. It connects hosts, whatever connects devices: see ``rebuild/hosts.py``."""
+
+NO_NODES: Mapping[int, int] = MappingProxyType({})
 
 _PAIR = "pair:"
 
@@ -162,11 +165,34 @@ def ranks_of_holders(block: Block, cells: Cells, parts: int) -> tuple[int, ...]:
     return tuple(len(cells.having(one, part, parts)) for one in block.holders)
 
 
-def pair(members: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the group of two in which ``rank`` times its link once; empty for the last of an odd number of ranks."""
-    first = members.index(rank) // 2 * 2
-    ranks = members[first : first + 2]
-    return {f"{_PAIR}{ranks[0]}-{ranks[1]}": ranks} if len(ranks) == 2 else {}
+def timed_pairs(layout: Layout, nodes: Mapping[int, int] = NO_NODES) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of workers that time the link between them once, before the first step, in order.
+
+    A worker is in one pair at most. A pair is of links that the layout uses: between neighbours in a route, or between
+    holders of the same layers, which sum gradients. If any of these links lies between nodes, only those that do are
+    timed. Costs have one price for all links, which is that of the network then, as in estimates: a plan that was too
+    cheap would be worse than one that is too dear.
+
+    Args:
+        nodes: worker -> its node; workers that are not in it are on one node.
+    """
+    links = [(a.worker, b.worker) for route in layout.routes for a, b in pairwise(route.hops)]
+    for block in layout.blocks():
+        half = len(block.holders) // 2
+        links += zip(block.holders[:half], block.holders[-half:], strict=True) if half else ()
+    pairs, between = dict[int, int](), [one for one in links if nodes.get(one[0]) != nodes.get(one[1])]
+    taken = set[int]()
+    for a, b in between or links:
+        if a != b and taken.isdisjoint((a, b)):
+            taken |= {a, b}
+            pairs[a] = b
+    return tuple(sorted(pairs.items()))
+
+
+def timed_group(rank: int, other: int) -> dict[str, tuple[int, ...]]:
+    """Return the group of two in which ``rank`` and ``other`` time their link: name -> ranks."""
+    ranks = (min(rank, other), max(rank, other))
+    return {f"{_PAIR}{ranks[0]}-{ranks[1]}": ranks}
 
 
 def groups_of_cell(cell: Cell) -> dict[str, tuple[int, ...]]:

@@ -115,9 +115,22 @@ class Assignment:
             tagged=tagged,
             beside=self.generation.planned,
         )
-        return named | (self.timed_pair if self.is_first and not tagged else {})
+        return named | (self.timed_group if not tagged else {})
 
     @property
-    def timed_pair(self) -> dict[str, tuple[int, ...]]:
-        """The group of this rank and the one with which it times its link; empty if there is none left for it."""
-        return groups.pair(self.generation.members, self.cell.rank)
+    def timed_with(self) -> Cell | None:
+        """The rank with which this one times its link before the first step; None: with nobody.
+
+        It has the same place in the cell of another worker (``Generation.timed``).
+        """
+        others = {a: b for pair in self.generation.timed for a, b in (pair, pair[::-1])}
+        if self.worker not in others:
+            return None
+        index = self.cell.index
+        return next((one for one in self.cells.ranks_of(others[self.worker]) if one.index == index), None)
+
+    @property
+    def timed_group(self) -> dict[str, tuple[int, ...]]:
+        """The group of this rank and the one with which it times its link: name -> ranks; empty if there is none."""
+        other = self.timed_with
+        return groups.timed_group(self.cell.rank, other.rank) if other else {}

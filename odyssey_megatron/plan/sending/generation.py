@@ -50,6 +50,8 @@ class Generation:
     fresh: tuple[int, ...] = ()
     """Ranks that hold nothing yet. Those that are members begin with this generation; the others wait for the next
     offer, or for the rest of their cell."""
+    timed: tuple[tuple[int, int], ...] = ()
+    """Pairs of workers that time the link between them before the first step; none once a generation was live."""
     shapes: tuple[tuple[int, int], ...] = ()
     """(worker, number of ranks) of the living smaller cells (``cluster.cell.Cell``), ascending."""
 

@@ -65,6 +65,8 @@ class Head:
     first: bool
     """Whether nobody holds anything yet."""
     shape: PlanShape
+    timed: tuple[str, str] = ("", "")
+    """The workers of the pairs that time links, as two lists."""
     shapes: tuple[tuple[int, int], ...] = ()
 
 
@@ -125,6 +127,7 @@ def to_wire(generation: Generation, cell_size: int) -> Sent:
         fresh=to_runs(generation.fresh),
         first=generation.previous is None,
         shape=_shape(plan, cell_size),
+        timed=(to_runs([one for one, _ in generation.timed]), to_runs([one for _, one in generation.timed])),
         shapes=generation.shapes,
     )
     return Sent(
@@ -159,6 +162,7 @@ def from_wire(head: Head, worker: int, part: WorkerPart = NO_PART, template: str
         planned=head.planned,
         incarnations=head.incarnations,
         fresh=from_runs(head.fresh),
+        timed=tuple(zip(*map(from_runs, head.timed), strict=True)),
         shapes=head.shapes,
     )
 

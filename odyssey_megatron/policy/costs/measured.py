@@ -12,8 +12,10 @@ from odyssey_megatron.policy.costs.profile import Observation, Profile, calibrat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
-    """Times from one rank to another, in seconds; half of the fastest of a few round trips."""
+    """Times from one rank to another before the first step, in seconds; half of the fastest of a few round trips."""
 
+    worker: int
+    """The other rank's."""
     message_bytes: int
     """Size of one activation."""
     empty_s: float
@@ -118,11 +120,13 @@ def with_measured(
         replace(layer, state_bytes=sizes.get(index, layer.state_bytes))
         for index, layer in enumerate(costs.all_layers)
     )
-    links = [one.link for one in published if one.link is not None]
-    if links:
+    timed = [(one.link, one.links) for one in published if one.link is not None]
+    if timed:
+        links = [link for link, _ in timed]
         latency_s, message_s = _medians_s(links)
         size = max(link.message_bytes for link in links)
-        seen = _medians_s([link for one in published for link in one.links] or links)
+        again = [one for link, found in timed for one in found if one.worker == link.worker]
+        seen = _medians_s(again or links)
         if not 1 / _FAR <= seen[1] / max(message_s, 1e-12) <= _FAR:
             latency_s, message_s = seen
         costs = replace(
@@ -153,9 +157,8 @@ def _medians_s(links: Sequence[LinkTimes | LinkSeen]) -> tuple[float, float]:
 
 
 _FAR = 1.5
-"""Links between neighbours in a pipeline count only if their times differ by at least this factor from those between
-consecutive ranks, which were timed once before the job began. A smaller difference may be noise, and plans stay as they
-are.
+"""The links that were timed before the job began (``plan/placing/groups.timed_pairs``) count as they are found between
+its steps only if that differs by at least this factor. A smaller difference may be noise, and plans stay as they are.
 """
 _NOISE = 0.01
 """A fraction of a transformer layer's time: costs that change by less do not make another plan worthwhile."""
