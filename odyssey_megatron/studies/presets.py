@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.costs.block_configs import UnlikeLayers
 from odyssey_megatron.policy.costs.estimate import (
@@ -19,8 +20,7 @@ from odyssey_megatron.policy.costs.profile import Profile
 
 EFFICIENCY = 0.45
 """Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""
-_USABLE_PERCENT = 90
-"""Percentage of an accelerator's memory that may be used."""
+_HEADROOM_PERCENT = OdysseyConfig().memory_headroom_percent
 _Named = TypeVar("_Named")
 
 
@@ -62,10 +62,13 @@ class Model:
         expert_parts: int = 0,
         micro_batch_size: int = 1,
         sequence_parallel: bool = True,
+        headroom_percent: int = _HEADROOM_PERCENT,
     ) -> Profile:
-        """Return the estimated profile on ``device``, nine tenths of whose memory may be used.
+        """Return the estimated profile on ``device``.
 
-        ``expert_parts``: the number of ranks over which experts are spread; 0: cut like other weights.
+        Args:
+            expert_parts: the number of ranks over which experts are spread; 0: cut like other weights.
+            headroom_percent: share of the device's memory that no plan may use (--odyssey-memory-headroom-percent).
         """
         return estimated_profile(
             num_transformer_layers=self.num_layers,
@@ -78,7 +81,7 @@ class Model:
             precision=self.precision,
             flops_per_s=device.peak_flops_per_s * EFFICIENCY,
             link_bytes_per_s=device.link_bytes_per_s,  # each rank sends its own part
-            memory_bytes=device.memory_bytes * _USABLE_PERCENT // 100,
+            memory_bytes=device.memory_bytes * (100 - headroom_percent) // 100,
             tensor_parallel_size=tensor_parallel_size,
             context_parallel_size=context_parallel_size,
             sequence_parallel=sequence_parallel,

@@ -302,6 +302,7 @@ def _estimated(line: LaunchLine, accelerator: str, cell: Cell) -> Profile:
         expert_parts=cell.expert_parts if cell.expert > 1 else 0,
         micro_batch_size=line.micro_batch_size,
         sequence_parallel=line.sequence_parallel,
+        headroom_percent=line.config.memory_headroom_percent,
     )
 
 

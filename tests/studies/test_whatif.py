@@ -272,6 +272,7 @@ def test_lost_layers_are_said(capsys, tmp_path):
         (["--slow", "0:8=0.5"], "no such GPU"),
         (["--slow", "0:1=2"], "a number from 0.001 to 1 is expected, found 2"),
         (["--model", "llama3-70b", "--cluster", "1x4"], "does not fit"),
+        (["--odyssey-memory-headroom-percent", "90"], "needs .* GiB .* and 8.0 GiB may be used"),
         (["--profile", "missing.json"], "missing.json"),
     ],
 )
