@@ -35,12 +35,17 @@ from odyssey_megatron.policy.preparing import incidents, prepare
 from odyssey_megatron.policy.redundancy import RedundantPlan
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
 from odyssey_megatron.policy.score import mean_time_between_failures_s, next_loss_s, restart_cost_s
+from odyssey_megatron.policy.shapes.search import search_for
 from odyssey_megatron.policy.shapes.turns import TURNS
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
 
 _log = logging.getLogger(__name__)
 
+_WORTH_SAYING = 0.01
+"""Gain in throughput from which on the best layout is named to a job that does not choose its own."""
+_MOST_COMPARED = 256
+"""The most workers for which it is worked out beside a job."""
 _GIVES_ALL = 1e-3
 """The speed that is assumed of a worker that is to leave: any other worker is a better place for its layers."""
 
@@ -87,6 +92,8 @@ class PolicyPlanner:
         """The time from the job's start until it trained; None until somebody has measured anything."""
         self._kept: Costs | None = None
         self._shortages = Shortages()
+        self._compares = config.layout != "auto"
+        """Whether it is yet to be said what the best layout would gain."""
 
     @property
     def job(self) -> JobSpec:
@@ -115,6 +122,7 @@ class PolicyPlanner:
             _log.warning(
                 "by the estimate the job does not fit, so plans are made without regard to memory: %s", error
             )
+            self._compares = False  # the best layout might not fit, either
             costs = replace(self._profile.costs, memory_bytes=None)
             self._profile = replace(self._profile, costs=costs)
             # Leave out what is not necessary: forwards run ahead, and what auto would add.
@@ -188,6 +196,36 @@ class PolicyPlanner:
                 with contextlib.suppress(OdysseyError):
                     self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
         self._learned = profile  # once all decisions that go by it are worked out
+        self._compare(state, current, profile)
+
+    def _compare(self, state: ClusterState, current: Plan, profile: Profile) -> None:
+        """Say once, when costs are measured and nobody is missing, how much faster the best layout would be.
+
+        Here nobody waits for it; a job's start needs it under ``--odyssey-layout auto`` only.
+        """
+        home, number = self._home, len(state.workers)
+        is_whole = home is not None and current.layout == home.layout and not state.dead
+        if not (self._compares and is_whole and profile.source == "measured" and number <= _MOST_COMPARED):
+            return
+        self._compares = False
+        job, costs = replace(self._job, best_layout=True, spreads_replicas=True), profile.costs
+        search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
+        # Decisions go first in the part that takes long.
+        TURNS.run(lambda: search.partitions(number, job.num_microbatches), yields=True)
+        try:
+            best = initial_plan(job, state, profile)
+        except PlanInfeasible:  # by what was measured it does not fit
+            return
+        own_s = self.step_s(state, current)
+        if (gain := own_s / best.step_s - 1) >= _WORTH_SAYING:
+            _log.warning(
+                "by measured costs a step takes %.3g s in this job's layout, and %.3g s in the best one (pipelines "
+                "%s): %.1f %% more throughput if it starts with --odyssey-layout auto",
+                own_s,
+                best.step_s,
+                best.layout.lengths,
+                100 * gain,
+            )
 
     def _newest(self) -> Profile:
         """Return the newest profile. If its costs are like those that decisions were rehearsed with, it keeps the

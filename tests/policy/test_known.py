@@ -119,6 +119,37 @@ def test_decisions_are_what_they_are_without_it():
         assert (looked_up.plan, looked_up.rows) == (worked_out.plan, worked_out.rows)
 
 
+def said(caplog):
+    return [one for one in caplog.messages if "--odyssey-layout auto" in one]
+
+
+@pytest.mark.parametrize("layout", ["megatron", "spread"])
+def test_what_the_best_layout_would_gain_is_said_once_when_costs_are_measured(layout, caplog):
+    planner, plan, state = started(layout=layout)
+    planner.rehearse(state, plan, 0.0)
+    assert not said(caplog), "estimates may be wrong"
+    planner.learn(state, plan, OBSERVED, 0.0)
+    planner.rehearse(died(state, 3), plan, 0.0)
+    assert not said(caplog), "it is a question of all workers"
+    for _ in range(2):
+        planner.rehearse(state, plan, 0.0)
+    (text,) = said(caplog)
+    best, own_s = PolicyPlanner(OdysseyConfig(layout="auto")), planner.step_s(state, plan)
+    chosen = best.start(job(4), state, to_json(planner._measured)).plan
+    assert f"{own_s:.3g} s in this job's" in text
+    assert f"{chosen.step_s:.3g} s in the best one (pipelines {chosen.layout.lengths})" in text
+    assert f"{100 * (own_s / chosen.step_s - 1):.1f} % more" in text
+
+
+def test_nothing_is_said_of_the_best_layout_where_it_is_chosen_or_hardly_better(caplog, monkeypatch):
+    for worth, layout in ((0.01, "auto"), (1.0, "megatron")):
+        monkeypatch.setattr("odyssey_megatron.policy.planner._WORTH_SAYING", worth)
+        planner, plan, state = started(layout=layout)
+        planner.learn(state, plan, OBSERVED, 0.0)
+        planner.rehearse(state, plan, 0.0)
+    assert not said(caplog)
+
+
 def test_what_was_measured_is_written_down_while_the_job_trains(tmp_path):
     """However it ends, the next one can start from it."""
     planner, plan, state = started(run_dir=str(tmp_path))
