@@ -79,7 +79,8 @@ def from_json(cls: type[T], text: str | bytes) -> T:
     Raises:
         ValueError: ``text`` is not JSON, or not a ``cls``.
     """
-    return from_jsonable(cls, parsed(text))
+    found: T = from_jsonable(cls, parsed(text))
+    return found
 
 
 def parsed(text: str | bytes) -> Any:

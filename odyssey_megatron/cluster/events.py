@@ -138,4 +138,5 @@ def event_from_jsonable(value: dict[str, Any]) -> Event:
     if not isinstance(value, dict) or value.get("kind") not in _KINDS:
         raise ValueError(f"not an event: {str(value)[:80]!r}")
     fields = {key: item for key, item in value.items() if key != "kind"}
-    return from_jsonable(_KINDS[value["kind"]], fields)
+    event: Event = from_jsonable(_KINDS[value["kind"]], fields)
+    return event

@@ -109,7 +109,8 @@ def _hidden(ends: torch.Tensor, length: int, window: Any) -> torch.Tensor:
 def _context(self: Any) -> dist.ProcessGroup:
     from megatron.core import parallel_state
 
-    return getattr(self.pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+    own: dist.ProcessGroup | None = getattr(self.pg_collection, "cp", None)
+    return own or parallel_state.get_context_parallel_group()
 
 
 def _gathered(mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -203,4 +203,5 @@ def event_of(row: bytes) -> dict[str, Any] | None:
         from_jsonable(JournalLine, event)
     except ValueError as error:
         raise NoEvent(f"it is no event of a journal ({error})") from None
-    return event
+    checked: dict[str, Any] = event
+    return checked

@@ -138,7 +138,7 @@ def name_of(folder: Path) -> str:
 def summary(run: Run, reference: Run | None) -> dict[str, Any]:
     """Return what ``odyssey report --json`` prints. Infinite and undefined numbers become null."""
     difference = loss_difference(run.steps, reference.steps) if reference else None
-    return finite(
+    found: dict[str, Any] = finite(
         {
             "run": run.name,
             "reference": reference.name if reference else None,
@@ -157,6 +157,7 @@ def summary(run: Run, reference: Run | None) -> dict[str, Any]:
             "losses": [[row.step, row.loss] for row in run.steps],
         }
     )
+    return found
 
 
 RECOVERY_COLUMNS = (

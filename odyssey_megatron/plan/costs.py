@@ -75,7 +75,8 @@ class _Sum(Generic[Number]):
     def table(self) -> NDArray[Any]:
         """Return the sums over all spans at once, as an array indexed by [first, last]."""
         before = np.array(self._before)
-        return before - before[:, np.newaxis]
+        table: NDArray[Any] = before - before[:, np.newaxis]
+        return table
 
 
 class Spans:

@@ -94,7 +94,8 @@ class GlooAbort:
         if not call.finished:
             raise Superseded("a newer generation exists; this operation was left behind")
         if call.error is None:
-            return call.result
+            result: T = call.result
+            return result
         try:
             self._check()
             if isinstance(call.error, RuntimeError) and not isinstance(call.error, NotImplementedError):

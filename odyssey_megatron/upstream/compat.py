@@ -28,7 +28,7 @@ def check_version() -> str:
             + ", ".join(TESTED)
             + "."
         )
-    return found
+    return str(found)
 
 
 def use_torch_optimizers() -> None:
@@ -302,7 +302,7 @@ def batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of the sequences in ``batch``; from 0.18 on Megatron requires the group."""
     from megatron.core import parallel_state, utils
 
-    function: Any = utils.get_batch_on_this_cp_rank
+    function: Callable[..., dict[str, Any]] = utils.get_batch_on_this_cp_rank
     if "is_hybrid_cp" in inspect.signature(function).parameters:
         return function(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
     return function(batch)

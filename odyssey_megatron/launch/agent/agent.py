@@ -113,7 +113,8 @@ class OdysseyAgent(LocalElasticAgent):
         group.group_rank = group_rank  # torch sets it later, but the job may end before
         says = _RoleInstanceInfo(spec.role, group_rank, spec.local_world_size).serialize()
         gather(store, group_rank, group_world_size, says)
-        return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        return workers
 
     def _rendezvous(self, worker_group: Any) -> None:
         super()._rendezvous(worker_group)

@@ -185,7 +185,8 @@ def _is_over(one: LinkVerdict, found: Links) -> bool:
     now = [link for link in one.links if link in found.latest]
     if not now or any(link in found.slow for link in now):
         return False
-    return statistics.median(found.factors[link] for link in now) < one.factor**OVER
+    limit: float = one.factor**OVER
+    return statistics.median(found.factors[link] for link in now) < limit
 
 
 def _whose(one: LinkVerdict, ranks: list[int]) -> str:

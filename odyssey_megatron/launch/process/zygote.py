@@ -135,7 +135,8 @@ class Zygote:
                 raise OdysseyError("the zygote, from which processes are forked, has died")
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
-        return json.loads(line)
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 class ForkedProcess:

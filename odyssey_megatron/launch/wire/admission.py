@@ -254,7 +254,8 @@ def ask(host: str, port: int, token: str) -> dict[str, Any]:
     proof, text = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
     if not hmac.compare_digest(proof, _proof(token, b"open", theirs, ours, text)):
         raise ConnectionError("not this job's door")
-    return json.loads(text)
+    opened: dict[str, Any] = json.loads(text)
+    return opened
 
 
 class _Doorkeeper:

@@ -60,7 +60,7 @@ transformer/moe/experts.py, ``SequentialMLP`` and ``TEGroupedMLP``.
 
 def of_one_rank(config: TransformerConfig) -> int:
     """The number of experts of a layer that each rank of a whole cell has."""
-    return (config.num_moe_experts or 0) // config.expert_model_parallel_size
+    return int(config.num_moe_experts or 0) // int(config.expert_model_parallel_size)
 
 
 def in_whole(name: str, count: int, each: Each = ONE) -> tuple[int, str]:

@@ -18,6 +18,7 @@ Found by reading megatron core_v0.16.1 on the path of a local-spec GPTModel:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def install() -> None:
     if seams.is_applied(CALCULATE_LOGITS_MAX):
         return
     compat.use_torch_optimizers()
-    original = seams.original(CALCULATE_LOGITS_MAX)
+    original: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = seams.original(
+        CALCULATE_LOGITS_MAX
+    )
 
     def calculate_logits_max(vocab_parallel_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if vocab_parallel_logits.dtype != torch.float64:

@@ -75,7 +75,7 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         """Planner layers: transformer layers + embedding + head."""
-        return self.config.num_layers + 2
+        return int(self.config.num_layers) + 2
 
     @property
     def head(self) -> int:
@@ -127,7 +127,8 @@ def _is_shared(parameter: torch.nn.Parameter) -> bool:
 
 def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
     """The gradient that DDP accumulates, in a buffer of its own; shaped as ``parameter``."""
-    return parameter.main_grad  # type: ignore[attr-defined] # DDP puts it there
+    gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined] # DDP puts it there
+    return gradient
 
 
 class HeldLayer(torch.nn.Module):

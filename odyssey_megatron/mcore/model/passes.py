@@ -186,7 +186,9 @@ class Passes:
             collecting,
             self._loss_scale.only_if(word),
         ):
-            return compat.backward_step(flight.activation, flight.output, grad, self._config)
+            config = self._config
+            found: torch.Tensor | None = compat.backward_step(flight.activation, flight.output, grad, config)
+            return found
 
     def weight_grad(self, microbatch: int, first: int, last: int) -> None:
         self._flights.finish(self._microbatches.go_to(microbatch), first, last, self._holdings.layers)

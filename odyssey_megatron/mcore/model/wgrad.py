@@ -199,7 +199,7 @@ def install() -> None:
     """Install the seam; a second call does nothing. Raises MegatronIncompatible."""
     if seams.is_applied(LINEAR_BACKWARD):
         return
-    fused = seams.original(LINEAR_BACKWARD)
+    fused: Callable[..., tuple[Any, ...]] = seams.original(LINEAR_BACKWARD)
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         if _collecting is None:
