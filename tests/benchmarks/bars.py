@@ -14,7 +14,10 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from odyssey_megatron.metrics.steps import CommittedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,27 @@ def taken(value: float | None, what: str) -> float:
     if value is None or math.isnan(value):
         raise RuntimeError(f"{what} was not measured, so this benchmark says nothing")
     return value
+
+
+def largest_difference(ours: Sequence[float | None], theirs: Sequence[float | None]) -> float:
+    """Relative to ``theirs``. Infinite where there is nothing to compare, or where a number is missing (also at the
+    end), NaN or infinite, on both sides, too: such a run is not known to be the same.
+    """
+    if not theirs or len(ours) != len(theirs):
+        return math.inf
+    return max(_difference(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def _difference(one: float | None, other: float | None) -> float:
+    if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(other), 1e-300)
+
+
+def norm_difference(ours: Sequence[CommittedStep], theirs: Sequence[CommittedStep]) -> float:
+    """:func:`largest_difference` of the gradient norms of the steps of ``ours``."""
+    known = {step.step: step.grad_norm for step in theirs}
+    return largest_difference([step.grad_norm for step in ours], [known.get(step.step) for step in ours])
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:

@@ -4,7 +4,7 @@ Both sides train the example's model from the same weights on the same microbatc
 baseline is ``stock_megatron.py`` (Megatron's 1F1B, DDP and optimizer on plain gloo). Timed is from the first commit to
 the last, so that all that happens between two steps is in it: the journal, measuring and publishing costs, heartbeats.
 No step is left out but the first, which is the start. Runs alternate, so that whatever else the machine does falls on
-both. The losses are compared too: a fast wrong step is no step.
+both. Losses and gradient norms are compared too: a fast wrong step is no step.
 
 It can show what Odyssey's own Python, messages and files add to a step of a few hundred milliseconds. On gloo and
 two cores it cannot show kernels and NCCL beside each other, a reduction that overlaps a backward, links that are slower
@@ -24,16 +24,26 @@ import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(Path(__file__).parent)]
 
-from bars import at_most, finish, summarize
+from bars import at_most, finish, largest_difference, summarize
 
 from odyssey_megatron.metrics.run import read_run
 
 RANKS, BAR = 8, 1.03
 PRELOAD = "odyssey_megatron.mcore.cpu_preload"
+
+
+class Trained(NamedTuple):
+    """Of each step of a job."""
+
+    committed_s: list[float]
+    """When it was committed."""
+    losses: list[float]
+    grad_norms: list[float | None]
 
 
 def flags(steps: int, run_dir: Path, more: str) -> list[str]:
@@ -61,24 +71,28 @@ def carry_out(command: list[str], folder: Path) -> None:
         raise RuntimeError(f"{command} ended with exit code {code}:\n{log.read_text()[-3000:]}")
 
 
-def odyssey(steps: int, folder: Path, more: str = "") -> tuple[list[float], list[float]]:
-    """(when each step was committed, losses) under ``odyssey run``, with its defaults."""
+def odyssey(steps: int, folder: Path, more: str = "") -> Trained:
+    """Under ``odyssey run``, with its defaults."""
     script = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
     command = [sys.executable, "-m", "odyssey_megatron", "run", "--nproc-per-node", str(RANKS)]
     command += ["--preload", PRELOAD, str(script), *flags(steps, folder / "run", more)]
     carry_out(command, folder)
     committed = read_run(folder / "run").steps
-    return [one.committed_wall_s for one in committed], [one.loss for one in committed]
+    return Trained(
+        [one.committed_wall_s for one in committed],
+        [one.loss for one in committed],
+        [one.grad_norm for one in committed],
+    )
 
 
-def stock(steps: int, folder: Path, more: str = "") -> tuple[list[float], list[float]]:
+def stock(steps: int, folder: Path, more: str = "") -> Trained:
     """The same under Megatron-Core alone."""
     out = folder / "stock.json"
     command = [sys.executable, str(Path(__file__).parent / "stock_megatron.py")]
     command += ["--world-size", str(RANKS), "--out", str(out), *flags(steps, folder / "stock", more)]
     carry_out(command, folder)
     result = json.loads(out.read_text())
-    return result["committed_s"], result["loss"]
+    return Trained(result["committed_s"], result["loss"], result["grad_norm"])
 
 
 def main() -> int:
@@ -91,18 +105,19 @@ def main() -> int:
     args = parser.parse_args()
     times: dict[str, list[float]] = {"odyssey": [], "megatron": []}
     means: dict[str, list[float]] = {"odyssey": [], "megatron": []}
-    worst_gap = 0.0
+    losses: dict[str, list[float]] = {"odyssey": [], "megatron": []}
+    norms: dict[str, list[float | None]] = {"odyssey": [], "megatron": []}
     for number in range(args.rounds):
-        losses = {}
         # Each second round the other way round: a slow drift of the machine cancels.
         order = [("odyssey", odyssey), ("megatron", stock)]
         for name, run in order if number % 2 == 0 else reversed(order):
             with tempfile.TemporaryDirectory() as folder:
-                committed_s, losses[name] = run(args.steps, Path(folder))
+                trained = run(args.steps, Path(folder))
+            committed_s = trained.committed_s
             times[name] += [after - before for before, after in pairwise(committed_s)]
             means[name].append((committed_s[-1] - committed_s[0]) / (len(committed_s) - 1))
-        pairs = zip(losses["odyssey"], losses["megatron"], strict=True)
-        worst_gap = max(worst_gap, max(abs(a - b) / b for a, b in pairs))
+            losses[name] += trained.losses
+            norms[name] += trained.grad_norms
         print(f"round {number + 1}: mean step " + ", ".join(f"{n} {m[-1]:.4f} s" for n, m in means.items()),
               file=sys.stderr, flush=True)  # fmt: skip
     result = {
@@ -114,7 +129,8 @@ def main() -> int:
     }
     bars = [
         at_most("overhead, all steps", sum(times["odyssey"]) / sum(times["megatron"]), BAR),
-        at_most("largest relative loss difference (float32)", worst_gap, 1e-5),
+        at_most("largest relative loss difference (float32)", largest_difference(*losses.values()), 1e-5),
+        at_most("largest relative difference of gradient norms", largest_difference(*norms.values()), 1e-5),
     ]
     return finish(result, bars, as_json=args.json)
 

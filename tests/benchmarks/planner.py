@@ -13,7 +13,8 @@ second hardware thread, and its clock changes, here by up to four times. So a fi
 decision, and ``decision_ms``, which has the bar, is ``cpu_ms`` on a core on which that loop takes 4 ms, as it does here
 when nobody else uses the machine; ``loop_ms`` is what it took, and ``wall_ms`` the time by the clock. Of ``--repeats``
 incidents of a kind, each of other workers, the one with the longest ``decision_ms`` counts. Where the loop takes a
-quarter longer behind than before, or the reverse (``unsteady``), the incident is measured again, three times at most.
+quarter longer behind than before, or the reverse (``unsteady``), the incident is measured again, three times at most;
+where it still does, the bar ``steady`` is missed. Of whatever else has a bar, the largest of all repeats counts.
 
 ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its program and the groups that it is in,
 on such a core, too. ``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes
@@ -64,7 +65,7 @@ from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.policy.costs.measured import LinkTimes, Measured
 from odyssey_megatron.policy.costs.profile import Observation, Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
-from tests.benchmarks.bars import at_most, finish
+from tests.benchmarks.bars import Bar, at_most, finish
 from tests.plan.samples import preset_profile
 
 CLUSTERS = (
@@ -410,6 +411,24 @@ def steady(*incident: Any) -> dict[str, Any]:
     return min(found, key=lambda one: float(one["unsteady"]))
 
 
+def worst(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The repeat with the longest decision; with the largest of all repeats of what else has a bar."""
+    slowest = max(several, key=lambda one: float(one["decision_ms"]))
+    others = ("rank_bytes", "rank_ms", "coordinator_mb", "unsteady")
+    return slowest | {key: max(one[key] for one in several) for key in others}
+
+
+def judged(name: str, row: dict[str, Any], limit_ms: float, limit_mb: float) -> list[Bar]:
+    """Of :func:`worst`."""
+    return [
+        at_most(f"{name}_decision_ms", float(row["decision_ms"]), limit_ms),
+        at_most(f"{name}_rank_bytes", float(row["rank_bytes"]), 65536),
+        at_most(f"{name}_rank_ms", float(row["rank_ms"]), 20),
+        at_most(f"{name}_coordinator_mb", float(row["coordinator_mb"]), limit_mb),
+        at_most(f"{name}_steady", float(row["unsteady"]), UNSTEADY),
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -418,7 +437,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--most-gpus", type=int, default=16384)
     options = parser.parse_args()
-    rows, bars = [], []
+    rows: list[dict[str, Any]] = []
+    bars: list[Bar] = []
     for model, gpus, tp, pp, limit_ms, limit_mb in CLUSTERS:
         layouts = LAYOUTS.get(gpus, ("megatron",))
         for layout, copies, dead in itertools.product(layouts, COPIES, DEAD):
@@ -426,12 +446,11 @@ def main() -> int:
                 continue
             incident = (model, gpus, tp, pp, copies, dead, layout)
             several = [steady(*incident, number) for number in range(options.repeats)]
-            row = max(several, key=lambda one: float(one["decision_ms"]))
+            row = worst(several)
             rows.append(row)
-            name = f"{gpus}_gpus_tp{tp}_{layout}_{copies}_copies_{dead}_dead"
-            for key, most in (("decision_ms", limit_ms), ("rank_bytes", 65536), ("rank_ms", 20)):
-                bars.append(at_most(f"{name}_{key}", float(row[key]), most))
-            bars.append(at_most(f"{name}_coordinator_mb", float(row["coordinator_mb"]), limit_mb))
+            bars += judged(
+                f"{gpus}_gpus_tp{tp}_{layout}_{copies}_copies_{dead}_dead", row, limit_ms, limit_mb
+            )
             print(row, file=sys.stderr if options.json else sys.stdout, flush=True)
     return finish({"decisions": rows} if options.json else {}, bars, as_json=options.json)
 

@@ -70,7 +70,7 @@ from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.studies.presets import ACCELERATORS, MODELS
 from odyssey_megatron.upstream.smaller import of_flags
 from tests.benchmarks import emulated_jobs, overhead
-from tests.benchmarks.bars import at_least, at_most, finish, summarize, taken
+from tests.benchmarks.bars import at_least, at_most, finish, largest_difference, summarize, taken
 from tests.launch.jobserver import JobServer
 
 SETTINGS = (
@@ -298,25 +298,28 @@ def slices_measured(rounds: int, steps: int) -> dict[str, Any]:
     """Of jobs without a failure, with our distributed optimizer and with Megatron's own."""
     step_s: dict[str, list[float]] = {"odyssey": [], "megatron": []}
     num_bytes: dict[str, int] = {}
-    gap = 0.0
+    losses: dict[str, list[float]] = {"odyssey": [], "megatron": []}
+    norms: dict[str, list[float | None]] = {"odyssey": [], "megatron": []}
     for number in range(rounds):
-        losses = {}
         # Each second round the other way round: a slow drift of the machine cancels.
         order = [("odyssey", overhead.odyssey), ("megatron", overhead.stock)]
         for name, run in order if number % 2 == 0 else reversed(order):
             with tempfile.TemporaryDirectory() as folder:
-                committed_s, losses[name] = run(steps, Path(folder), SLICED)
+                trained = run(steps, Path(folder), SLICED)
                 if name == "odyssey":
                     ends = [one for one in read_journal(Path(folder) / "run") if one["event"] == "weights"]
                     num_bytes[name] = max(one["optimizer_bytes"] for one in ends)
                 else:
                     num_bytes[name] = json.loads((Path(folder) / "stock.json").read_text())["optimizer_bytes"]
-            step_s[name] += [after - before for before, after in pairwise(committed_s)]
-        pairs = zip(losses["odyssey"], losses["megatron"], strict=True)
-        gap = max(gap, max(abs(a - b) / b for a, b in pairs))
-    return {"optimizer_bytes": num_bytes, "loss_gap": gap} | {
-        f"{name}_step_s": summarize(times) for name, times in step_s.items()
+            step_s[name] += [after - before for before, after in pairwise(trained.committed_s)]
+            losses[name] += trained.losses
+            norms[name] += trained.grad_norms
+    gaps = {
+        "loss_gap": largest_difference(*losses.values()),
+        "norm_gap": largest_difference(*norms.values()),
     }
+    times = {f"{name}_step_s": summarize(each_s) for name, each_s in step_s.items()}
+    return {"optimizer_bytes": num_bytes, **gaps, **times}
 
 
 def main() -> int:
@@ -354,6 +357,7 @@ def main() -> int:
         at_most("median step with slices / with Megatron's distributed optimizer", ours_s / theirs_s, 1.0)
     )
     bars.append(at_most("largest relative loss difference (float32)", cut["loss_gap"], 1e-5))
+    bars.append(at_most("largest relative difference of gradient norms", cut["norm_gap"], 1e-5))
     return finish(result | {"(b), measured": cut}, bars, as_json=args.json)
 
 

@@ -22,6 +22,7 @@ from odyssey_megatron.metrics.run import Run
 from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.policy.costs.profile import Profile
 from tests.benchmarks import emulated_jobs
+from tests.benchmarks.bars import taken
 from tests.benchmarks.model_error import OPTIMIZER_S, times
 from tests.benchmarks.policies import profile_of
 from tests.execute.emulation import Emulation, Truth
@@ -147,7 +148,9 @@ def _row(name: str, run: Run, slow_from: int) -> dict[str, Any]:
         "over_nothing_wall": wall_nothing / wall_after,
         "steps_until_mended": until - slow_from,
         "seconds_until_mended": sum(
-            one.interval_s or 0.0 for one in run.steps if slow_from <= one.step < until
+            taken(one.interval_s, f"{name}: step {one.step}")
+            for one in run.steps
+            if max(slow_from, 1) <= one.step < until  # nothing is committed before the first step
         ),
         "stall_of_step": max((one.stall_s for one in changes), default=0.0) / (wall_healthy or wall_nothing),
         "policy": changes[-1].policy if changes else "the plan stays",

@@ -36,7 +36,7 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "tests" / "benchmarks")]
 
-from bars import Bar, at_least, at_most, exactly, finish
+from bars import Bar, at_least, at_most, exactly, finish, largest_difference, norm_difference
 
 from odyssey_megatron.errors import EXIT_AS_ASKED
 from odyssey_megatron.metrics.journal import read_journal
@@ -253,20 +253,6 @@ def stalls(events: list[dict[str, Any]]) -> list[float]:
     return sorted(row.stall_s for row in recoveries(events) if row.dead and row.stall_s is not None)
 
 
-def norm_difference(ours: Sequence[CommittedStep], theirs: Sequence[CommittedStep]) -> float:
-    """The largest, relative; infinite where one was not journalled."""
-    other = {step.step: step.grad_norm for step in theirs}
-    return max(
-        (
-            math.inf
-            if step.grad_norm is None or not (norm := other.get(step.step))
-            else abs(step.grad_norm - norm) / norm
-            for step in ours
-        ),
-        default=math.inf,
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -371,8 +357,8 @@ def twice_or_not(printed: dict[int, list[float]], steps: int) -> int:
 
 
 def printed_difference(ours: dict[int, list[float]], theirs: dict[int, list[float]]) -> float:
-    gaps = [abs(ours[number][0] / theirs[number][0] - 1) if number in theirs else math.inf for number in ours]
-    return max(gaps, default=math.inf)
+    known = [theirs[number][0] if number in theirs else None for number in ours]
+    return largest_difference([losses[0] for losses in ours.values()], known)
 
 
 def checkpoints(folder: Path) -> list[int]:

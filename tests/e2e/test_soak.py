@@ -58,6 +58,8 @@ def test_iterations_and_losses_as_printed():
     assert printed_difference({1: [5.0]}, {1: [4.0]}) == 0.25
     assert printed_difference({1: [5.0]}, {}) == float("inf")
     assert printed_difference({}, {}) == float("inf")
+    known = {1: [5.0], 2: [4.0]}
+    assert printed_difference(known | {2: [float("nan")]}, known) == float("inf")
 
 
 def test_what_is_left_behind(tmp_path):
