@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
 
 from odyssey_megatron.metrics.steps import loss_difference
+from tests.benchmarks.bars import norm_difference
 from tests.e2e.jobs import BFLOAT16, ROUNDING, Outcome, assert_equal_runs, assert_holders_agree
 from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
 from tests.e2e.test_tensor_parallel import CELLS, RANKS, SEQUENCE, STAGES
@@ -291,11 +293,17 @@ def test_whoever_dies_beside_a_smaller_cell_or_is_it(jobs, undisturbed, name, ce
 @pytest.mark.parametrize("flags", [BFLOAT16, f"{TIED} {HASHED}"])
 def test_holders_in_cells_of_unlike_size_have_the_same_bytes(jobs, undisturbed, name, flags):
     """They are compared behind every step; whoever had others would leave."""
-    job = f"{SEQUENCE} {LONG} {flags}"
+    job = f"{SEQUENCE} {LONG} --lr 1e-3 {flags}"  # as CALM
     shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)}", timeout_s=200.0)
-    if flags == BFLOAT16:  # a norm that leaps shows more of what is rounded elsewhere
+    if flags == BFLOAT16:
         assert shot.exit_code == 0, shot.log[-4000:]
-        assert loss_difference(shot.run.steps, undisturbed(job).run.steps).max_relative <= ROUNDING
+        ours, theirs = shot.run.steps, undisturbed(job).run.steps
+        assert [one.step for one in ours] == [one.step for one in theirs]
+        assert loss_difference(ours, theirs).max_relative <= ROUNDING
+        # A norm that leaps, here to five times its neighbours, shows more of what is rounded elsewhere: 2.6e-2. What a
+        # sum lacks shows in every step.
+        gaps = [norm_difference([one], theirs) for one in ours]
+        assert statistics.median(gaps) <= ROUNDING, gaps
         assert_holders_agree(shot)
     else:
         assert_equal_runs(shot, undisturbed(job), kills=2)

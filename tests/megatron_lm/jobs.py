@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ SCRIPT = "pretrain_gpt.py"
 FLOAT32 = 1e-5
 """Relative difference of two float32 losses that sum in different orders."""
 FLOAT64 = 1e-10
+NORM_BFLOAT16 = 2e-2
+"""Relative difference of two gradient norms in bf16 where they leap, and losses are within 2e-3. Undisturbed jobs with
+the plugin and without are 3e-3 apart after six iterations (1.035, 1.038), and 8e-3 with Adam's moments in bf16 (1.030).
+"""
 
 _ITERATION = re.compile(
     r"iteration +(\d+)/ *(\d+) \| consumed samples: +(\d+) \|.* learning rate: ([-+.E\d]+) "
@@ -202,20 +206,42 @@ def assert_same_lines(
     assert run.exit_code == 0, run.log[-4000:]
     ours, theirs = run.iterations, [one for one in plain.iterations if one.number >= first]
     expected = [one for one in range(first, theirs[-1].number + 1) if one not in skipped]
-    assert [one.number for one in ours] == [one.number for one in theirs] == expected
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine.of, mine.consumed_samples, mine.lr, mine.global_batch_size) == (
-            other.of, other.consumed_samples, other.lr, other.global_batch_size,
-        )  # fmt: skip
-        # Three digits of it are printed.
-        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=rel, abs=1.1e-3)
-    assert [one.loss for one in ours] == pytest.approx([one.loss for one in theirs], rel=rel)
+    assert [one.number for one in theirs] == expected
+    assert_same_iterations(ours, theirs, rel=rel)
     evaluated = [one for one in plain.evaluations if _iteration_of(one[0]) >= first]
     assert [one[0] for one in run.evaluations] == [one[0] for one in evaluated]
     assert [one[1] for one in run.evaluations] == pytest.approx([one[1] for one in evaluated], rel=rel)
     if plain.events:
         known = [step for step in plain.run.steps if step.step >= first - 1]
         assert_equal_numbers(run.run.steps, known, rel=rel)
+
+
+def assert_same_iterations(
+    ours: Sequence[Iteration],
+    theirs: Sequence[Iteration],
+    *,
+    rel: float = FLOAT32,
+    norm_rel: float | None = None,
+) -> None:
+    """All that Megatron prints of each: losses within ``rel``, gradient norms within ``norm_rel`` (if None, ``rel``),
+    the rest as it is.
+    """
+    assert theirs
+    blank = {"loss": 0.0, "grad_norm": 0.0}
+    assert [replace(one, **blank) for one in ours] == [replace(one, **blank) for one in theirs]
+    losses, known = ([one.loss for one in lines] for lines in (ours, theirs))
+    assert losses == pytest.approx(known, rel=rel), (losses, known)
+    norms, known = ([one.grad_norm for one in lines] for lines in (ours, theirs))
+    # Three digits of it are printed.
+    assert norms == pytest.approx(known, rel=norm_rel or rel, abs=1.1e-3), (norms, known)
+
+
+def behind_a_load(iterations: Sequence[Iteration]) -> list[Iteration]:
+    """As Megatron prints them in a job that loads a checkpoint: the second loss is the mean of the first two. Gradient
+    norms are each iteration's own.
+    """
+    first, second, *others = iterations
+    return [first, replace(second, loss=(first.loss + second.loss) / 2), *others]
 
 
 def _iteration_of(when: str) -> int:

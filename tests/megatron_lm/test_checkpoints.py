@@ -9,7 +9,7 @@ import pytest
 from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_NOT_SAVED
 from odyssey_megatron.mcore.loop.saving import damage
 from tests.launch.jobserver import CHECKOUT
-from tests.megatron_lm.jobs import FLOAT32, MOCK, assert_same_lines
+from tests.megatron_lm.jobs import MOCK, assert_same_iterations, assert_same_lines, behind_a_load
 
 
 @pytest.fixture(scope="session")
@@ -40,14 +40,9 @@ def saved_plain(jobs):
 
 @pytest.fixture(scope="session")
 def resumed(jobs, saved_plain):
-    """Plain Megatron-LM from its own checkpoint on.
-
-    Its second line tells the mean of two iterations, so it is this that others are compared with.
-    """
+    """Plain Megatron-LM from its own checkpoint on: what others are compared with."""
     run, whole = jobs.plain(f"{MOCK} --load {saved_plain}", ranks=6, stages=2), jobs.plain(ranks=6, stages=2)
-    for ours, theirs in ((run.iterations[0], whole.iterations[3]), (run.iterations[2], whole.iterations[5])):
-        assert ours.loss == pytest.approx(theirs.loss, rel=FLOAT32)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=FLOAT32, abs=1.1e-3)
+    assert_same_iterations(run.iterations, behind_a_load(whole.iterations[3:]))
     return run
 
 
@@ -153,9 +148,7 @@ def test_a_save_that_lacks_a_byte_is_said_and_training_goes_on(jobs, name, itera
     logged = (folder / "progress.txt").read_text()
     assert [one for one in (2, 4, 6) if f"Saved checkpoint\tIteration: {one}\t" in logged] == saved
     plain = jobs.plain(ranks=4, stages=2)
-    assert [one.loss for one in run.iterations] == pytest.approx(
-        [one.loss for one in plain.iterations], rel=FLOAT32
-    )
+    assert_same_iterations(run.iterations, plain.iterations)
 
 
 def test_only_the_checkpoints_to_retain_stay_and_the_last_one_that_is_not_persistent(jobs, name, resumed):

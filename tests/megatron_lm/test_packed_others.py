@@ -9,7 +9,7 @@ import pytest
 from odyssey_megatron.upstream.source import Source
 from tests.e2e.jobs import cases_of
 from tests.launch.jobserver import CHECKOUT
-from tests.megatron_lm.jobs import FLOAT32, FLOAT64, assert_same_lines, indexed
+from tests.megatron_lm.jobs import FLOAT64, assert_same_iterations, assert_same_lines, indexed
 from tests.megatron_lm.test_experts import CELLS, DEEPSEEK, GANGS, MIXTRAL, assert_same_auxiliary_losses
 from tests.megatron_lm.test_future import AHEAD, assert_same_ahead
 from tests.megatron_lm.test_packed import BALANCED, WITHOUT, assert_dealt, texts
@@ -102,9 +102,7 @@ def test_conversations_over_context_ranks_beside_one_rank(other_jobs, name, conv
     padded = [str(CHECKOUT / "tests" / "megatron_lm" / "padded.py"), "2"]
     plain = other_jobs.plain_once(f"{name}-plain", flags, ranks=4, before=padded, **how)
     assert run.exit_code == plain.exit_code == 0, run.log[-3000:]
-    assert [one.loss for one in run.iterations] == pytest.approx(
-        [one.loss for one in plain.iterations], rel=FLOAT32
-    )
+    assert_same_iterations(run.iterations, plain.iterations)
     assert len(run.iterations) == 6
     assert run.killed == [4, 5]
 

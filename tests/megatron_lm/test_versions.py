@@ -6,7 +6,7 @@ import pytest
 
 from odyssey_megatron.upstream.refusals import REFUSALS
 from tests.megatron_lm import torchrun
-from tests.megatron_lm.jobs import MOCK, assert_same_lines
+from tests.megatron_lm.jobs import MOCK, assert_same_iterations, assert_same_lines
 from tests.megatron_lm.test_refusals import assert_recorded, assert_refused
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,9 +43,7 @@ def test_a_checkpoint_of_survivors_loads_into_plain_megatron_lm_and_back(other_j
     again = other_jobs.odyssey(f"{name}-again", f"{MOCK} --load {folder}", ranks=4, stages=4)
     assert_same_lines(again, plain, first=4)
     whole = other_jobs.plain(ranks=6, stages=2)
-    ours, theirs = plain.iterations[0], whole.iterations[3]
-    assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5, abs=1.1e-3)
+    assert_same_iterations(plain.iterations[:1], whole.iterations[3:4])
 
 
 @pytest.mark.matrix
