@@ -28,9 +28,11 @@ from odyssey_megatron.doctor.launch_line import judged
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.run import read_run, summary
+from odyssey_megatron.metrics.steps import loss_difference
 from odyssey_megatron.policy.costs.profile import load_profile
 from tests import gpu_megatron_lm
-from tests.gpu_megatron_lm import BESIDE, ROUNDING, SHARED, Beside, commands
+from tests.benchmarks.bars import norm_difference
+from tests.gpu_megatron_lm import BESIDE, NORM_ROUNDING, ROUNDING, SHARED, Beside, commands
 from tests.gpu_processes import MARK, end, free_port
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -38,7 +40,7 @@ SCRIPT = CHECKOUT / "examples" / "llama" / "pretrain_llama.py"
 LIMIT_S, OF_ONE_S = 600.0, 150.0
 """Of all together, and of one command."""
 EXACT = 1e-10
-"""Relative, of losses in float64 with and without a failure."""
+"""Relative, of losses and gradient norms in float64 with and without a failure."""
 MODEL = (
     "--num-layers 8 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --num-query-groups 2 "
     "--seq-length 64 --micro-batch-size 1 --global-batch-size 16 --lr-warmup-iters 1 --odyssey-hang-s 2 "
@@ -331,20 +333,22 @@ def _gpus() -> tuple[int, str]:
 
 def figures(case: Case, shot: Path, reference: Path) -> str:
     """What a job that was shot at has shown, beside the same undisturbed. Raises ConfigError if that is not what its
-    case ``shows``, or if its losses are others.
+    case ``shows``, or if its losses or gradient norms are others.
     """
     run, undisturbed = read_run(shot), read_run(reference)
-    found = summary(run, undisturbed)
+    found, difference = summary(run, None), loss_difference(run.steps, undisturbed.steps)
+    losses, norms = difference.max_relative, norm_difference(run.steps, undisturbed.steps)
     events = {event["event"] for event in read_journal(shot)}
     if absent := [one for one in case.shows if one not in events]:
         raise ConfigError(f"{shot}: no event {', '.join(absent)}")
     if "left_out" in events:
         raise ConfigError(f"{shot}: holders differed behind a step")
-    difference, stall_s = found["loss_difference"], found["median_stall_s"]
-    if stall_s is None or difference["only_here"] or difference["only_in_reference"]:
+    stall_s = found["median_stall_s"]
+    if stall_s is None or difference.only_here or difference.only_in_reference:
         raise ConfigError(f"{shot}: no recovery, or steps are missing: {difference}")
-    if difference["max_relative"] > (EXACT if "--odyssey-float64" in case.flags else ROUNDING):
-        raise ConfigError(f"{shot}: losses {difference['max_relative']:.2g} off those of {reference}")
+    most, norms_most = (EXACT, EXACT) if "--odyssey-float64" in case.flags else (ROUNDING, NORM_ROUNDING)
+    if losses > most or norms > norms_most:
+        raise ConfigError(f"{shot}: losses {losses:.2g}, gradient norms {norms:.2g} off those of {reference}")
     profile = load_profile(reference)
     if profile.source != "measured":
         raise ConfigError(f"{reference}: no costs were measured")
@@ -353,9 +357,9 @@ def figures(case: Case, shot: Path, reference: Path) -> str:
         f"{1e3 * one:.2f}" for one in (layer.forward_s, layer.input_grad_s, layer.weight_grad_s)
     )
     return (
-        f"stall {1000 * stall_s:.0f} ms; losses within {difference['max_relative']:.2g} relative of {found['steps']} "
-        f"steps; step {1000 * summary(undisturbed, None)['median_step_s']:.0f} ms; a layer's forward, input and weight "
-        f"gradient {costs} ms; same bytes on all holders"
+        f"stall {1000 * stall_s:.0f} ms; losses within {losses:.2g}, gradient norms within {norms:.2g} relative of "
+        f"{found['steps']} steps; step {1000 * summary(undisturbed, None)['median_step_s']:.0f} ms; a layer's forward, "
+        f"input and weight gradient {costs} ms; same bytes on all holders"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -9,13 +10,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.metrics.steps import CommittedStep
 from tests import gpu, gpu_processes
+from tests.plan.samples import preset_profile
 
 
 def script(*argv, **more):
@@ -53,6 +57,30 @@ def test_the_dry_run_measures_one_job_and_says_what_is_left(tmp_path):
         gpu.figures(replace(case, shows=("rank_joined",)), shot, reference)
     with pytest.raises(ConfigError, match="no event injected, recovered"):
         gpu.figures(case, reference, reference)
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_number_of_another_job_is_seen(monkeypatch, name):
+    """One that is NaN is another."""
+
+    def run(value):
+        numbers = {"loss": 5.0, "grad_norm": 1.0} | ({name: value} if value else {})
+        step = CommittedStep(
+            step=0, generation=1, losses={"lm loss": numbers["loss"]}, grad_norm=numbers["grad_norm"], step_s=1.0,
+            interval_s=1.0, committed_wall_s=0.0,
+        )  # fmt: skip
+        return SimpleNamespace(steps=(step,))
+
+    case = gpu.CASES[0]
+    monkeypatch.setattr(gpu, "read_run", run)
+    monkeypatch.setattr(gpu, "read_journal", lambda _: [{"event": one} for one in case.shows])
+    monkeypatch.setattr(gpu, "summary", lambda *_: {"median_stall_s": 0.1, "median_step_s": 1.0, "steps": 1})
+    known = SimpleNamespace(source="measured", costs=preset_profile("llama2-7b", "h100").costs)
+    monkeypatch.setattr(gpu, "load_profile", lambda _: known)
+    assert "gradient norms within 0 relative" in gpu.figures(case, None, None)
+    for wrong in (1.03, math.nan):
+        with pytest.raises(ConfigError, match="off those of"):
+            gpu.figures(case, wrong, None)
 
 
 def test_without_a_gpu_nothing_is_claimed(tmp_path):
@@ -140,10 +168,12 @@ def test_a_line_that_is_wrong_is_found(tmp_path):
         gpu.check(replace(good, flags="--pipeline-parallel 2"), tmp_path)
 
 
-def printed(path, losses, ms=100.0):
+def printed(path, losses, ms=100.0, norm=1.0):
+    """A line of each iteration; ``norm``: of the last one's gradient."""
     path.write_text(
         "".join(
-            f" iteration {at:8}/      20 | elapsed time per iteration (ms): {ms} | lm loss: {loss:.6E} | grad norm: 1\n"
+            f" iteration {at:8}/      20 | elapsed time per iteration (ms): {ms} | lm loss: {loss:.6E} | "
+            f"grad norm: {norm if at == 20 else 1.0:.3f} |\n"
             for at, loss in enumerate(losses, start=1)
         )
     )
@@ -157,6 +187,12 @@ def test_what_megatron_lm_prints_is_compared(tmp_path):
     assert gpu.gpu_megatron_lm.figures(case, ours).endswith("102 ms undisturbed, 1.02 of its")
     off = printed(tmp_path / "shot", [*losses[:-1], 1.01 * losses[-1]])
     with pytest.raises(ConfigError, match="off plain Megatron-LM's"):
+        gpu.gpu_megatron_lm.figures(case, ours | {"shot": off})
+    off = printed(tmp_path / "shot", losses, norm=1.03)
+    with pytest.raises(ConfigError, match=r"gradient norms 0.03 off plain Megatron-LM's"):
+        gpu.gpu_megatron_lm.figures(case, ours | {"shot": off})
+    off = printed(tmp_path / "shot", losses, norm=math.nan)
+    with pytest.raises(ConfigError, match="printed 19 of 20"):
         gpu.gpu_megatron_lm.figures(case, ours | {"shot": off})
     cut_off = printed(tmp_path / "shot", losses[:-1])
     with pytest.raises(ConfigError, match="printed 19 of 20"):
