@@ -42,24 +42,24 @@ def test_killed_as_slices_are_exchanged(shape, point):
 
 
 INTERRUPTED = pytest.mark.parametrize(
-    ("shape", "rank", "step", "seed"), [(CONTEXT, 0, 1, 0), (EXPERT, 0, 1, 0)], ids=str
+    ("shape", "rank", "microbatch", "seed"), [(CONTEXT, 3, 3, 3), (EXPERT, 0, 2, 0)], ids=str
 )
 
 
-def interrupted(shape, rank, step):
+def interrupted(shape, rank, microbatch):
     """Of what is queued behind the failure much is exchanged within cells."""
-    kill = Kill(rank=rank, step=step, point="backward", microbatch=2)
-    return job(shape, kill, steps=step + 1, flags={"policy": "reroute"}, one_queue=True)
+    kill = Kill(rank=rank, step=1, point="backward", microbatch=microbatch)
+    return job(shape, kill, steps=2, flags={"policy": "reroute"}, one_queue=True)
 
 
 @INTERRUPTED
-def test_gradients_that_cells_have_made_of_garbage_do_not_count(shape, rank, step, seed):
+def test_gradients_that_cells_have_made_of_garbage_do_not_count(shape, rank, microbatch, seed):
     """Behind a failure they exchange what an abort has left, so that the step is done again."""
-    assert check(interrupted(shape, rank, step), seed).outcomes() == ["redo"]
+    assert check(interrupted(shape, rank, microbatch), seed).outcomes() == ["redo"]
 
 
 @INTERRUPTED
-def test_gradients_made_of_garbage_are_seen(monkeypatch, shape, rank, step, seed):
+def test_gradients_made_of_garbage_are_seen(monkeypatch, shape, rank, microbatch, seed):
     from odyssey_megatron.execute.progress import Progress
 
     init = Progress.__init__
@@ -69,7 +69,7 @@ def test_gradients_made_of_garbage_are_seen(monkeypatch, shape, rank, step, seed
 
     monkeypatch.setattr(Progress, "__init__", alone)
     with pytest.raises(AssertionError):
-        check(interrupted(shape, rank, step), seed)
+        check(interrupted(shape, rank, microbatch), seed)
 
 
 @pytest.mark.parametrize("number", range(5))
