@@ -66,6 +66,15 @@ class Case:
         """Worker -> share of a whole cell, of those that are not whole cells."""
         return worker_shares(self.state)
 
+    @property
+    def recuts_alike(self) -> bool:
+        """Whether shapes for equal workers, with routes of their own, are proposed: after a change, where workers and
+        links are alike.
+        """
+        changed = self.lost or self.is_larger or self.rebalances
+        unlike = self.speeds or self.shares or self.profile.costs.slow_links
+        return changed and not unlike and self.job.revisits
+
     @cached_property
     def whole(self) -> int:
         """Number of living workers that are whole cells, with which a restart could begin."""

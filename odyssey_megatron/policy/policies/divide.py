@@ -18,9 +18,7 @@ class Divide(Policy):
 
     def propose(self, case: Case) -> Iterable[Sketch]:
         """Propose shapes after a change, if workers are alike, and so are links."""
-        changed = case.lost or case.is_larger or case.rebalances
-        unlike = case.speeds or case.shares or case.profile.costs.slow_links
-        if not changed or unlike or not case.job.revisits:
+        if not case.recuts_alike:
             return
         for shape in divided(case.search, len(case.alive), case.job.num_microbatches):
             yield self._sketch(case, shape)

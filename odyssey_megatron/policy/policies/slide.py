@@ -18,9 +18,7 @@ class Slide(Policy):
 
     def propose(self, case: Case) -> Iterable[Sketch]:
         """Propose the best shape after a change, if workers are alike, and so are links."""
-        changed = case.lost or case.is_larger or case.rebalances
-        unlike = case.speeds or case.shares or case.profile.costs.slow_links
-        if not changed or unlike or not case.job.revisits:
+        if not case.recuts_alike:
             return
         shape = slid(case.search, len(case.alive), case.job.num_microbatches, thorough=case.thorough)
         if shape is not None:

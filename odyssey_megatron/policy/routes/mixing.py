@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import inf
 from random import Random
 
@@ -17,10 +16,11 @@ from odyssey_megatron.cluster.state import Share
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.checking.simulate import computed_before_s, step_end_s
 from odyssey_megatron.plan.costs import Costs
-from odyssey_megatron.plan.layout import Hop, Layout, Route, layout_from_routes
+from odyssey_megatron.plan.layout import Layout, Route, layout_from_routes
 from odyssey_megatron.plan.placing.memory import caps_for, minimum_bytes, state_bytes
 from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.policy.shapes.pipelines import WORTH
+from odyssey_megatron.policy.shapes.ways import hops
 
 Judge = Callable[[Layout, int, float], float]
 """Called with a layout, the number of tries to improve its order, and a limit; returns the step. Infinite if there is
@@ -97,7 +97,9 @@ class Mixing:
         by_way: dict[tuple[int, ...], list[int]] = {}
         for microbatch, way in enumerate(ways):
             by_way.setdefault(way, []).append(microbatch)
-        routes = (Route(microbatches=tuple(ids), hops=_hops(way)) for way, ids in by_way.items())
+        routes = (
+            Route(microbatches=tuple(ids), hops=hops((way[0], *way, way[-1]))) for way, ids in by_way.items()
+        )
         return layout_from_routes(len(self.costs.layers), tuple(routes), tied=self.tied)
 
 
@@ -134,15 +136,6 @@ def ways_of(layout: Layout) -> Ways | None:
         for microbatch in route.microbatches:
             found[microbatch] = tuple(each[1:-1])
     return tuple(found)
-
-
-def _hops(way: tuple[int, ...]) -> tuple[Hop, ...]:
-    hops, at = list[Hop](), 0
-    for worker, alike in groupby((way[0], *way, way[-1])):
-        count = len([*alike])
-        hops.append(Hop(worker=worker, first=at, last=at + count))
-        at += count
-    return tuple(hops)
 
 
 _Judged = tuple[float, int, float]

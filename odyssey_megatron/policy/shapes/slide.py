@@ -12,9 +12,7 @@ stages to slide along leaves each layer as many holders as before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import inf
 
 from odyssey_megatron.errors import PlanInfeasible
@@ -108,7 +106,7 @@ class _Slide:
         """``copies``: of each layer's optimizer state."""
         self.copies = copies
         self.costs, self.legs, self.ends, self.number = splits.costs, splits.legs, ends, number
-        self.workers, self.microbatches, stages = workers, microbatches, len(ends)
+        self.microbatches, stages = microbatches, len(ends)
         self.lacks = number * stages - workers
         self.each = microbatches * stages / workers
         """Microbatches of each worker, if all have equally much to do."""
@@ -128,9 +126,11 @@ class _Slide:
 
         ``search`` says how many legs they have.
         """
+        if microbatches * stages * search.splits.legs > _MOST_VISITS:
+            return None
         splits = search.sharing(number).splits
         ends = splits.split(stages) if stages <= splits.most_stages else None
-        if ends is None or microbatches * stages * splits.legs > _MOST_VISITS:
+        if ends is None:
             return None
         return cls(splits, ends, number, workers, microbatches, search.copies)
 
@@ -183,10 +183,10 @@ class _Slide:
         *own, ids = deal((*shares, short))
         by_way: dict[tuple[Hop, ...], list[int]] = {}
         for at, each in enumerate(own):
-            by_way[self._hops([at * stages + place for place in self.places])] = [*each]
+            by_way[ways.hops([at * stages + place for place in self.places])] = [*each]
         load = [float(share) for share in shares for _ in range(stages)]
         for turn, microbatch in enumerate(ids):
-            by_way.setdefault(self._hops(self._short(turn, load)), []).append(microbatch)
+            by_way.setdefault(ways.hops(self._short(turn, load)), []).append(microbatch)
         routes = (Route(microbatches=tuple(found), hops=hops) for hops, found in by_way.items())
         costs = self.costs
         return layout_from_routes(len(costs.layers), tuple(routes), tied=costs.tied is not None)
@@ -209,14 +209,6 @@ class _Slide:
             else len(load) + place - sum(one < place for one in gaps[leg])
             for leg, place in zip(self.legs_of, self.places, strict=True)
         ]
-
-    def _hops(self, seats: Sequence[int]) -> tuple[Hop, ...]:
-        hops, first = list[Hop](), 0
-        for seat, layers in groupby(seats):
-            last = first + len([*layers])
-            hops.append(Hop(worker=seat, first=first, last=last))
-            first = last
-        return tuple(hops)
 
 
 def windows(stages: int, lacks: int, legs: int) -> list[list[range]]:

@@ -61,10 +61,20 @@ def visits(ends: tuple[int, ...], legs: int) -> tuple[Visit, ...]:
     return tuple(found)
 
 
+def hops(workers: Sequence[int]) -> tuple[Hop, ...]:
+    """Return the hops of a microbatch whose layers, in order, are on ``workers``."""
+    found, first = list[Hop](), 0
+    for worker, layers in groupby(workers):
+        last = first + len([*layers])
+        found.append(Hop(worker=worker, first=first, last=last))
+        first = last
+    return tuple(found)
+
+
 def route(workers: Sequence[int], ends: tuple[int, ...], legs: int, microbatches: tuple[int, ...]) -> Route:
     """Return the same as a route over ``workers``."""
-    hops = (Hop(worker=workers[place], first=a, last=b) for place, a, b in visits(ends, legs))
-    return Route(microbatches=microbatches, hops=tuple(hops))
+    visited = (Hop(worker=workers[place], first=a, last=b) for place, a, b in visits(ends, legs))
+    return Route(microbatches=microbatches, hops=tuple(visited))
 
 
 def spans(ends: tuple[int, ...], legs: int) -> list[list[tuple[int, int]]]:
