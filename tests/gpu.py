@@ -133,7 +133,7 @@ CASES = (
     Case(
         name="a kill, and the rank comes back",
         gpus=2,
-        flags="--bf16 --global-batch-size 4",
+        flags="--bf16 --global-batch-size 4 --lr 1e-4 --min-lr 1e-5",
         more="--odyssey-respawn 1",
         inject="rank=1,step=6,at=agreement",
         steps=200,
@@ -142,7 +142,7 @@ CASES = (
     Case(
         name="a kill, and the rank comes back",
         gpus=4,
-        flags=f"{TWO_STAGES} --global-batch-size 4",
+        flags=f"{TWO_STAGES} --global-batch-size 4 --lr 1e-4 --min-lr 1e-5",
         more="--odyssey-respawn 1",
         inject="rank=3,step=6,at=agreement",
         steps=200,
