@@ -90,5 +90,7 @@ def left_over(
             reason = f"not scheduled: at best {_beside(promise, best.score)}"
         else:
             reason = "not scheduled: behind others by its estimate"
-        rows.append(unscored(option.name, option.least_step_s, f"{option.note}{more}; {reason}"))
+        row = unscored(option.name, option.least_step_s, f"{option.note}{more}; {reason}")
+        if row not in rows:  # its twin says nothing new
+            rows.append(row)
     return rows

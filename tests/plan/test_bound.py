@@ -118,3 +118,18 @@ def test_grid():
         "0 F0-F1-...I0-W0-...I1-W1-",
         "1 ...F0-I0-W0-F1-I1-W1-...",
     ]
+
+
+def test_the_grid_of_many_workers_has_a_line_for_those_that_are_alike():
+    """Of 17 pipelines of two workers, one with two microbatches: the others have one each."""
+    shares = [(0, 1), *((number,) for number in range(2, 18))]
+    routes = [pipeline_route((2 * at, 2 * at + 1), (1, 2), mine) for at, mine in enumerate(shares)]
+    layout = layout_from_routes(2, tuple(routes))
+    costs = uniform_costs(2)
+    schedule = build_schedule(layout, costs)
+    lines = render(schedule, simulate(schedule, layout, costs), width=32).splitlines()
+    evens, odds = (",".join(str(one) for one in range(start, 34, 2)) for start in (4, 5))
+    assert len(lines) == 4
+    assert [line.rsplit("  and ")[1:] for line in lines] == [[], [], [evens], [odds]]
+    assert "F2" in lines[2]
+    assert "F1" in lines[0]
