@@ -37,6 +37,8 @@ FLOAT64 = 1e-10
 NORM_BFLOAT16 = 2e-2
 """Relative difference of two gradient norms in bf16 where they leap, and losses are within 2e-3. Undisturbed jobs with
 the plugin and without are 3e-3 apart after six iterations (1.035, 1.038), and 8e-3 with Adam's moments in bf16 (1.030).
+So are plain ones of one replica and of three: by its number Megatron-LM scales the loss, and what is not scaled by a
+power of two is rounded to other numbers (test_bfloat16.py).
 """
 
 _ITERATION = re.compile(
