@@ -1,5 +1,6 @@
-"""In bf16 a gradient is rounded to other numbers if its loss was scaled by another factor. Megatron-LM scales losses by the
-number of replicas, and so its own losses are 2e-5 apart with one and with three. Where nothing is scaled ours are its.
+"""In bf16 a gradient is rounded to other numbers if its loss was scaled by another factor. Megatron-LM scales losses by
+the number of replicas, and so its own losses are 2e-5 apart with one and with three. Where nothing is scaled ours are
+its.
 """
 
 from __future__ import annotations
