@@ -47,6 +47,7 @@ class Pending:
     with_word: bool
 
     def wait(self) -> tuple[torch.Tensor, Word]:
+        """Return the message, [s, b, h], and its word, once both are here."""
         words = []
         for work, arrives, rooms in self.pieces:
             work.wait()
@@ -99,7 +100,7 @@ class Channels:
         self._ends = dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]()
 
     def send(self, instr: Instr, tensor: torch.Tensor, word: Word) -> None:
-        """Start sending. An alias keeps the storage alive until :meth:`wait_sent`."""
+        """Start sending ``tensor``, [s, b, h]. An alias keeps the storage alive until :meth:`wait_sent`."""
         for rank, gives, _ in self._ends_at(instr.peer):
             if not gives:
                 continue  # another rank of this cell sends it
@@ -161,12 +162,14 @@ class Channels:
         return self._ends[peer]
 
     def send_beside(self, peer: int, tensor: torch.Tensor) -> Any:
-        """Send a message that belongs to no program to worker ``peer``, which is ``alike``. Returns its work."""
+        """Send a message of any shape that belongs to no program to worker ``peer``, which is ``alike``. Returns the
+        work.
+        """
         rank, where = self._beside(peer, self._cell.worker, peer)
         return self._post(tensor, rank, where)
 
     def receive_beside(self, peer: int, room: torch.Tensor) -> Any:
-        """Receive such a message from worker ``peer`` into ``room``. Returns its work."""
+        """Receive such a message from worker ``peer`` into ``room``, of its shape. Returns its work."""
         rank, where = self._beside(peer, peer, self._cell.worker)
         return dist.irecv(room, rank, **where)
 

@@ -48,10 +48,10 @@ class Compute(Protocol):
         ahead: bool = False,
         needs: Needs = None,
     ) -> torch.Tensor:
-        """Run layers ``[first, last)`` forward and return their output.
+        """Run layers ``[first, last)`` forward and return their output, [s, b, h]; behind the head the loss, 0-D.
 
         Args:
-            activation: The input; None where ``first`` is the embedding.
+            activation: The input, [s, b, h]; None where ``first`` is the embedding.
             ahead: This is an eager forward, run for another worker. Neither it nor its losses count before
                 :meth:`adopt`.
             needs: Called with each layer before it is computed.
@@ -76,10 +76,10 @@ class Compute(Protocol):
         word: Word = None,
         passed: Passed | None = None,
     ) -> torch.Tensor | None:
-        """Return the gradient of the input; None where ``first`` is the embedding.
+        """Return the gradient of the input, [s, b, h]; None where ``first`` is the embedding.
 
         Args:
-            grad: The gradient of the output; None where ``last`` is behind the head.
+            grad: The gradient of the output, [s, b, h]; None where ``last`` is behind the head.
             word: A factor for the gradients that begin in the model itself, from its loss and from those of
                 routers.
             passed: May be called on the way, with ever lower layers. All that this input gradient adds to the
@@ -97,7 +97,7 @@ class Compute(Protocol):
         ...
 
     def empty_message(self) -> torch.Tensor:
-        """Return an empty tensor for one activation or gradient to be received into."""
+        """Return an empty tensor, [s, b, h], for one activation or gradient to be received into."""
         ...
 
 

@@ -56,5 +56,5 @@ class Ledger:
 
 
 def only_if(word: Word, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` if the word stands, else zeros, whatever the tensor holds."""
+    """Return ``tensor``, of any shape, if the word stands, else zeros, whatever the tensor holds."""
     return tensor if word is None else torch.where(word > 0, tensor, 0.0)

@@ -77,7 +77,7 @@ class Neighbours:
         """Exchange messages with each worker of :attr:`order`, which do the same. Nothing waits for a device.
 
         Args:
-            message: A tensor of the size of an activation.
+            message: A tensor of the shape of an activation, [s, b, h].
             now: Takes a mark of the time.
         """
         empty, found = message.new_zeros(1), Exchanged()
@@ -95,7 +95,7 @@ class Neighbours:
         return found
 
     def sums(self, message: torch.Tensor, now: Callable[[], Any]) -> Summed:
-        """Sum over the holders of the same layers, which do the same, in the order of the layers.
+        """Sum tensors like ``message`` over the holders of the same layers, which do the same, layer by layer.
 
         The times of a sum are returned on the first of its holders only.
         """

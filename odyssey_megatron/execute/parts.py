@@ -18,7 +18,7 @@ from odyssey_megatron.rebuild.manifest import Tensors
 
 
 class LossScale(Protocol):
-    """The loss scale, which is the same on all ranks (``mcore/model/loss_scale.py``)."""
+    """The loss scale, which is the same on all ranks (``mcore/model/loss_scale.py``). Its state is 1-D."""
 
     @property
     def blames_nobody(self) -> bool: ...
@@ -55,7 +55,7 @@ class StateTransfer(Protocol):
 
 
 class StepEnd(Protocol):
-    """What a step comes to (``mcore/model/step_end.py``)."""
+    """What a step comes to (``mcore/model/step_end.py``). Totals are 1-D, float64, with ``num_totals`` numbers."""
 
     @property
     def num_totals(self) -> int: ...

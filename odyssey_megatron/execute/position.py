@@ -64,12 +64,12 @@ class Position:
         self.complete = None
 
     def take_over(self, ahead: Standing, totals: torch.Tensor) -> None:
-        """Join at the position of the rank that is ahead, with the ``totals`` of the last step."""
+        """Join at the position of the rank that is ahead, with the ``totals`` of the last step, 1-D."""
         self.joins, self.done, self.committed = False, ahead.done, ahead.committed
         self.totals = totals.clone()
 
     def commit(self, totals: torch.Tensor) -> None:
-        """Commit the step at hand."""
+        """Commit the step at hand, with its ``totals``, 1-D."""
         self.totals, self.committed = totals.clone(), self.committed + 1
         self.finish()
 

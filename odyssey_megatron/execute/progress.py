@@ -74,25 +74,27 @@ class Progress:
         self._whole = whole
 
     def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor, word: Word = None) -> None:
-        """Note a result. An alias is kept, since Megatron frees the storage of its output tensors."""
+        """Note a result, [s, b, h]. An alias is kept, since Megatron frees the storage of its output tensors."""
         self.results[op, microbatch, edge] = tensor.detach()
         self.add_up(op, microbatch, edge, [tensor], word)
 
     def add_up(
         self, op: Op, microbatch: int, edge: int, tensors: Sequence[torch.Tensor], word: Word = None
     ) -> None:
-        """Note the sum and the word of a result. Nothing waits for the device to have computed it."""
+        """Note the word of a result, and the sum of each of its ``tensors``, 0-D. Nothing waits for the device to have
+        computed it.
+        """
         if word is not None:
             self.words[op, microbatch, edge] = word
         self.sums[op, microbatch, edge] = [one.detach().sum() for one in tensors]
 
     def take(self, op: Op, microbatch: int, edge: int) -> tuple[torch.Tensor, Word]:
-        """Return a result that is sent or used now, and its word."""
+        """Return a result that is sent or used now, [s, b, h], and its word."""
         key = (op, microbatch, edge)
         return self.results[key] if self.keeps else self.results.pop(key), self.words.get(key)
 
     def run_ahead(self, instr: Instr, left: torch.Tensor, began: Word, ended: Word) -> None:
-        """Note an eager forward, and its output."""
+        """Note an eager forward, and its output ``left``, [s, b, h]."""
         self.ahead[instr.microbatch, instr.first, instr.last] = left
         if began is not None and ended is not None:
             self.words[Op.EAGER_FORWARD, instr.microbatch, instr.first] = began
@@ -121,7 +123,7 @@ class Progress:
         row[0] = row[0] % BEGINS + BEGINS * (level > 0)
 
     def summed(self, instr: Instr, word: Word, gradients: torch.Tensor, before: torch.Tensor | None) -> None:
-        """Note that ``gradients`` of ``instr`` become sums over their holders now; ``before`` is a copy of
+        """Note that ``gradients`` of ``instr``, 1-D, become sums over their holders now; ``before`` is a copy of
         them, if kept.
         """
         if before is not None:
@@ -152,7 +154,9 @@ class Progress:
         self._own.clear()
 
     def missing(self, device: torch.device) -> torch.Tensor:
-        """Return the number of instructions so far that have counted for nothing. The host does not wait for it."""
+        """Return the number of instructions so far that have counted for nothing: 0-D, float64, on ``device``. The host
+        does not wait for it.
+        """
         if not self._noted:
             return torch.zeros((), dtype=torch.float64, device=device)
         return (1.0 - torch.stack([one.ended for one in self._noted])).sum().double()

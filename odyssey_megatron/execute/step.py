@@ -98,7 +98,7 @@ class StepAtHand:
         return rest
 
     def commit(self, totals: torch.Tensor) -> None:
-        """Apply the step. From here on nothing is sent or cut short: whoever has the totals finishes."""
+        """Apply the step, by its ``totals``, 1-D. From here on nothing is sent or cut short: who has them finishes."""
         step, position, lookout = self._position.committed, self._position, self._lookout
         if self.progress is not None:
             self.progress.agreed()

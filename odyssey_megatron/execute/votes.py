@@ -23,6 +23,7 @@ class Votes(NamedTuple):
 
     @classmethod
     def of(cls, totals: torch.Tensor) -> Votes:
+        """Return the votes, which end the ``totals`` of a step, 1-D."""
         return cls(*totals[-len(cls._fields) :].tolist())
 
 

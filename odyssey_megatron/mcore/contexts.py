@@ -29,8 +29,8 @@ def places(ends: torch.Tensor, count: int, parts: int, rank: int) -> torch.Tenso
 
 
 def in_order(gathered: torch.Tensor, ends: torch.Tensor, parts: int, dim: int = 0) -> torch.Tensor:
-    """The tokens in the order of their sequences; ``gathered`` has the tokens of one rank after another's along
-    ``dim``.
+    """The tokens in the order of their sequences; ``gathered``, of any shape, has the tokens of one rank after
+    another's along ``dim``. ``ends``: [sequences + 1], where each begins, and the end of the last.
     """
     count = gathered.size(dim)
     order = torch.cat([places(ends, count, parts, rank) for rank in range(parts)])

@@ -14,6 +14,6 @@ def pinned(tensors: Any) -> Any:
 
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the host's ``tensor`` on the device, made without waiting."""
+    """A copy of the host's ``tensor``, of any shape, on the device, made without waiting."""
     copy: torch.Tensor = pinned(tensor).to(torch.cuda.current_device(), non_blocking=True)
     return copy

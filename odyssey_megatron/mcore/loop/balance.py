@@ -188,7 +188,9 @@ class Balance:
             self._ahead |= {one: squares(one) for one in places if one not in self._ahead}
 
     def local_totals(self, routes: Mapping[int, int], *, speaks: bool) -> torch.Tensor:
-        """This rank's share of the totals, on the host, after :meth:`look_ahead` at the places of ``routes``.
+        """This rank's share of the totals, 1-D, float64, on the host.
+
+        It is known after :meth:`look_ahead` at the places of ``routes``.
 
         Args:
             routes: the places of the next step whose head this rank computes, each with the first place of its route.
@@ -203,7 +205,10 @@ class Balance:
         return torch.tensor(totals, dtype=torch.float64)
 
     def take(self, totals: torch.Tensor, step: int) -> None:
-        """Take the ``totals`` of the step before ``step`` over all ranks, and deal ``step``. Raises DealingBroken."""
+        """Take the ``totals`` of the step before ``step`` over all ranks, 1-D, and deal ``step``.
+
+        Raises DealingBroken.
+        """
         if not self._places or not totals[0]:
             return
         ranks, marks, squares, always_ns, longest_ns = (int(one) for one in totals[:_HEAD].tolist())

@@ -115,7 +115,7 @@ def means(losses: Sequence[float], loss_names: Sequence[str]) -> dict[str, float
 
 
 def shown(result: StepOutcome, loss_names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The losses of a step under ``loss_names``, for Megatron to add to its own sums, on its device."""
+    """The losses of a step under ``loss_names``, each [1], float32, on the device, for Megatron to add to its sums."""
     return {
         name: to_device(torch.tensor([value], dtype=torch.float32))
         for name, value in result.losses.items()
@@ -144,8 +144,8 @@ def checked(reported: dict[str, torch.Tensor], loss_names: Sequence[str]) -> dic
 
 
 def counted_gradients(block: LayerBlock, cell: Cell) -> list[tuple[torch.Tensor, int]]:
-    """The gradients of ``block`` that this rank of its first holder counts, each with the number of times that it
-    counts.
+    """The gradients of ``block`` that this rank of its first holder counts, of any shape, each with the number of times
+    that it counts.
 
     A gradient that the first tensor-parallel rank counts for all of them counts 0 times elsewhere, but is in the list:
     if it is not finite, so is the total.
@@ -157,7 +157,7 @@ def counted_gradients(block: LayerBlock, cell: Cell) -> list[tuple[torch.Tensor,
 
 
 def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list[tuple[torch.Tensor, int]]:
-    """The same for slices of ``layer``, on a rank of their first owner."""
+    """The same for slices of ``layer``, 1-D, on a rank of their first owner."""
     return [
         (one.together(main_grad(one.parameter)), times)
         for one in ranges(layer, cell.parts.each, spans)
@@ -199,7 +199,7 @@ def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Ce
 
 
 def loss_table(losses: Losses, loss_names: Sequence[str], num_microbatches: int, cell: Cell) -> torch.Tensor:
-    """This rank's share of the table; context-parallel ranks of ``cell`` have a part of a microbatch each."""
+    """This rank's share of the table above; context-parallel ranks of ``cell`` have a part of a microbatch each."""
     shape = (num_microbatches, cell.full_context, len(loss_names), 3)
     table = torch.zeros(shape, dtype=torch.float64, device=torch.cuda.current_device())
     for microbatch, reported in losses.items():
@@ -212,7 +212,9 @@ def loss_table(losses: Losses, loss_names: Sequence[str], num_microbatches: int,
 
 
 def losses_of(table: torch.Tensor, loss_names: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """What each rank's part of each microbatch reported, from the sum of all ranks' shares."""
+    """What each rank's part of each microbatch reported: by name [1], or [2] with a sum and a count, float32. ``table``
+    is the sum of all ranks' shares.
+    """
     return [
         {name: row[index, : int(row[index, 2])].to(torch.float32) for index, name in enumerate(loss_names)}
         for row in table

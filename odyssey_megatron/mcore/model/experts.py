@@ -105,7 +105,7 @@ def _check(config: TransformerConfig) -> None:
 
 
 def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The biases of the experts in ``module``, by name: layer state that no optimizer changes."""
+    """The biases of the experts in ``module``, by name, each [experts]: layer state that no optimizer changes."""
     return {name: value for name, value in module.named_buffers() if name.endswith(".expert_bias")}
 
 
@@ -181,7 +181,7 @@ class Routing:
         return len(self._layers) * (len(self._names) + self._counted)
 
     def local_totals(self) -> torch.Tensor:
-        """This rank's share of the totals."""
+        """This rank's share of the totals, 1-D, float64."""
         table = torch.zeros(self._shape, dtype=torch.float64, device=torch.cuda.current_device())
         for (_, layer), row in sorted(self.records.items(), key=lambda item: item[0]):
             table[self._layers[layer]] += row
@@ -192,7 +192,7 @@ class Routing:
         return len(self._layers), len(self._names) + self._counted
 
     def losses(self, totals: torch.Tensor) -> dict[str, list[float]]:
-        """Name -> for each layer, the sum that Megatron would have by now, from everyone's totals."""
+        """Name -> for each layer, the sum that Megatron would have by now, from everyone's ``totals``, 1-D."""
         table = totals.reshape(self._shape).tolist()
         count = self._config.num_layers + (self._config.mtp_num_layers or 0)
         found = {name: [0.0] * count for name in self._names}
@@ -204,7 +204,7 @@ class Routing:
     def balance(self, layers: Mapping[int, torch.nn.Module], totals: torch.Tensor) -> None:
         """Move the expert biases of ``layers`` by one step, down for experts that got more tokens than the average and
         up for those that got fewer, as megatron core_v0.16.1 transformer/moe/moe_utils.py, ``get_updated_expert_bias``,
-        does.
+        does. ``totals``: everyone's, 1-D.
         """
         if not self._counted:
             return

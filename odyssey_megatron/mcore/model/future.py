@@ -40,7 +40,9 @@ class FutureTokens:
         return f"mtp_{depth + 1} {kind}"
 
     def taken(self) -> dict[str, torch.Tensor]:
-        """The sums that Megatron has made since the last call, by :attr:`names`; empty before a forward in training."""
+        """The sums that Megatron has made since the last call, each 0-D, by :attr:`names`; empty before a forward in
+        training.
+        """
         if not self._depths:
             return {}
         found = compat.take_future_tokens()

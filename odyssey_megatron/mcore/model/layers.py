@@ -173,7 +173,7 @@ class HeldLayer(torch.nn.Module):
                 yield name, parameter
 
     def moved_tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a new holder of the whole layer needs, in an order that is the same on every rank."""
+        """All tensors that a new holder of the whole layer needs, in an order that is the same on every rank."""
         return self.weights() | (self.optimizer.state_tensors() if self.optimizer else {})
 
     @property
@@ -182,11 +182,11 @@ class HeldLayer(torch.nn.Module):
         return [*filter(None, [self.optimizer]), *self.former]
 
     def gradients(self) -> list[torch.Tensor]:
-        """The accumulated gradient of each parameter."""
+        """The accumulated gradient of each parameter, of its shape."""
         return [main_grad(parameter) for parameter in self.parameters()]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All tensors that a forward computes with, in an order that is the same on every rank."""
+        """All tensors that a forward computes with, of their own shapes, in an order that is the same on every rank."""
         parameters = {name: parameter.data for name, parameter in sorted(self.named_parameters())}
         return parameters | experts.biases(self)
 

@@ -40,7 +40,7 @@ class LargestLogit:
 
     @staticmethod
     def largest(totals: torch.Tensor) -> float:
-        """The largest logit, from everyone's totals."""
+        """The largest logit, from everyone's ``totals``, 1-D."""
         return float(totals.max()) if len(totals) else 0.0
 
     def _attentions(self, layers: Iterable[HeldLayer]) -> Iterator[torch.nn.Module]:

@@ -64,7 +64,7 @@ class LossScale:
         return scale
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The value that the backward of ``loss`` begins with."""
+        """The value that the backward of ``loss``, 0-D, begins with: 0-D, or [1] where there is a scale."""
         loss = loss if self._word is None else self._word * loss
         return loss if self.scaler is None else self.value * loss
 

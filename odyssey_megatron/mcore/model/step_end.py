@@ -75,14 +75,16 @@ class StepEnd:
 
     def take_over(self, totals: torch.Tensor, step: int, scale: torch.Tensor) -> None:
         """On a rank that joins, take over what all ranks have alike besides layers: the totals of the step before
-        ``step``, and the state of the loss scale.
+        ``step``, 1-D, and the state of the loss scale, 1-D.
         """
         self._microbatches.balance.take(torch.split(totals, self._sizes_of_totals)[-1], step)
         self._loss_scale.take_over(scale)
 
     def local_totals(self) -> torch.Tensor:
-        """This rank's share of the step's totals. Only the first holder of a block counts its gradient (the first owner
-        of a slice, where state is cut), and only the ranks that ran a microbatch's head count the microbatch.
+        """This rank's share of the step's totals, 1-D, float64.
+
+        Only the first holder of a block counts its gradient (the first owner of a slice, where state is cut), and only
+        the ranks that ran a microbatch's head count the microbatch.
         """
         cell, layers, source = self._holdings.cell, self._holdings.layers, self._microbatches.source
         totals = outcome.local_totals(
@@ -118,19 +120,21 @@ class StepEnd:
         self._microbatches.balance.timed(took_s)
 
     def squared_weights(self) -> torch.Tensor:
-        """This rank's share of the sum of all squared parameters; the first keeper of a slice counts it."""
+        """This rank's share of the sum of all squared parameters, [1], float64. A slice's first owner counts it."""
         states, worker = self._holdings.layout.states, self._holdings.worker
         counted = ((one, firsts(states[one.index]).get(worker, ())) for one in self._holdings.layers)
         return outcome.squared_weights(counted, self._holdings.cell)
 
     def local_losses(self) -> torch.Tensor:
-        """The losses of this rank's share of the evaluated microbatches; summed over ranks they are a table of all."""
+        """The losses of this rank's share of the evaluated microbatches; summed over ranks they are a table of all, with
+        the shape of ``outcome.loss_table``.
+        """
         losses = self._tally.losses if self._is_first_of_tensor else {}
         names, count = self._tally.loss_names, self._microbatches.count
         return outcome.loss_table(losses, names, count, self._holdings.cell)
 
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
-        """Make the optimizer step from reduced gradients and everyone's totals; sends nothing.
+        """Make the optimizer step from reduced gradients and everyone's ``totals``, 1-D; sends nothing.
 
         Raises:
             NotFinite: the same on every rank, before any weight has changed.
