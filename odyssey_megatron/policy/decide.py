@@ -35,7 +35,7 @@ from odyssey_megatron.policy.options import (
     without_transfers,
 )
 from odyssey_megatron.policy.reasons import restart_row, row_of, unscored, why
-from odyssey_megatron.policy.routes.rerouting import heirs
+from odyssey_megatron.policy.routes.rerouting import failover_targets
 from odyssey_megatron.policy.score import mean_time_between_failures_s
 
 _MOST_VISITS = 2048
@@ -144,8 +144,8 @@ def _assembled(
     """Lower and verify: no plan leaves this module unverified (I7)."""
     if not eager or len(layout.workers) > MANY_WORKERS:  # too slow for so many in a recovery
         return assemble(order, layout, costs)
-    whose = heirs(layout, costs, speeds)
-    return assemble_eager(order, layout, costs, whose, caps=caps, speeds=speeds)
+    targets = failover_targets(layout, costs, speeds)
+    return assemble_eager(order, layout, costs, targets, caps=caps, speeds=speeds)
 
 
 def decide(

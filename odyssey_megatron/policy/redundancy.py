@@ -88,11 +88,11 @@ def _again_s(plan: Plan, costs: Costs) -> dict[int, float]:
     # Looked for only if the plan has eager forwards: reading a schedule takes time.
     for one in eager_forwards(plan.schedule, plan.layout, costs) if plan.ahead else ():
         lost_s[one.routed] -= one.saves_s(plan.step_s)
-    heirs: dict[int, set[int]] = {worker: set() for worker in plan.layout.workers}
+    others: dict[int, set[int]] = {worker: set() for worker in plan.layout.workers}
     for holders in set(plan.layout.holders):
         for worker in holders:
-            heirs[worker].update(holders)
-    return {worker: max(0.0, seconds) / max(1, len(heirs[worker]) - 1) for worker, seconds in lost_s.items()}
+            others[worker].update(holders)
+    return {worker: max(0.0, seconds) / max(1, len(others[worker]) - 1) for worker, seconds in lost_s.items()}
 
 
 def choose(

@@ -10,7 +10,7 @@ from odyssey_megatron.plan.scheduling.eager import fill_bubbles
 from odyssey_megatron.plan.scheduling.generate import build_schedule
 from odyssey_megatron.plan.scheduling.visits import Visits
 from odyssey_megatron.policy.costs.profile import Profile
-from odyssey_megatron.policy.routes.rerouting import heirs
+from odyssey_megatron.policy.routes.rerouting import failover_targets
 from odyssey_megatron.studies.presets import ACCELERATORS, MODELS
 
 
@@ -62,7 +62,9 @@ def eager_schedule(layout, costs, *, room=None):
     visits = Visits(layout)
     programs = visits.encode(build_schedule(layout, costs))
     timeline = run_clock(visits, programs, costs, {})
-    filled = fill_bubbles(programs, visits, timeline, heirs(layout, costs), costs, room=room, speeds={})
+    filled = fill_bubbles(
+        programs, visits, timeline, failover_targets(layout, costs), costs, room=room, speeds={}
+    )
     schedule = Schedule(programs=tuple((w, visits.decode(codes)) for w, codes in filled.programs.items()))
     return schedule, filled
 

@@ -17,7 +17,7 @@ from odyssey_megatron.plan.scheduling.eager import eager_forwards
 from odyssey_megatron.plan.scheduling.generate import build_schedule
 from odyssey_megatron.plan.scheduling.resume import BEGINS, usable
 from odyssey_megatron.plan.scheduling.visits import Visits
-from odyssey_megatron.policy.routes.rerouting import heirs, reroute
+from odyssey_megatron.policy.routes.rerouting import failover_targets, reroute
 from tests.plan.samples import eager_schedule, uniform_costs
 
 COSTS = uniform_costs(8, ends=True, message_s=0.01)
@@ -61,7 +61,7 @@ def test_only_bubbles_are_filled(name):
         for instr, span in zip(program, spans, strict=True):
             assert times[worker, instr] == pytest.approx(span), "everything else is when it was"
     assert {(one.routed, one.worker) for one in filled.forwards} <= {
-        (worker, heir) for worker in layout.workers for heir in layout.workers if heir != worker
+        (worker, target) for worker in layout.workers for target in layout.workers if target != worker
     }
 
 
@@ -132,7 +132,7 @@ def test_what_has_run_early_saves_the_most():
 
 def test_without_another_holder_nothing_is_run_ahead():
     alone = megatron_layout(num_layers=10, pipeline_size=4, num_workers=4, num_microbatches=8)
-    assert not heirs(alone, COSTS)
+    assert not failover_targets(alone, COSTS)
     assert eager_schedule(alone, COSTS)[1].no_input == 32
 
 

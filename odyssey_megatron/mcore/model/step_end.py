@@ -126,8 +126,8 @@ class StepEnd:
         return outcome.squared_weights(counted, self._holdings.cell)
 
     def local_losses(self) -> torch.Tensor:
-        """The losses of this rank's share of the evaluated microbatches; summed over ranks they are a table of all, with
-        the shape of ``outcome.loss_table``.
+        """The losses of this rank's share of the evaluated microbatches; summed over ranks they are a table of all,
+        with the shape of ``outcome.loss_table``.
         """
         losses = self._tally.losses if self._is_first_of_tensor else {}
         names, count = self._tally.loss_names, self._microbatches.count

@@ -33,9 +33,9 @@ from odyssey_megatron.plan.scheduling.visits import FORWARD, SEND_FORWARD, Codes
 _ROUNDING = 1e-9
 """The share of a step by which a bubble may be too short, to allow for rounding."""
 
-Heirs = Mapping[tuple[int, int], int]
-"""(microbatch, first layer of a hop) -> the heir of the hop: the worker that would compute it if the one that it is
-routed to died."""
+FailoverTargets = Mapping[tuple[int, int], int]
+"""(microbatch, first layer of a hop) -> the failover target of the hop: the worker that would compute it if
+the one that it is routed to died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def assemble_eager(
     order: Order,
     layout: Layout,
     costs: Costs,
-    heirs: Heirs,
+    targets: FailoverTargets,
     *,
     caps: Mapping[int, int],
     speeds: Mapping[int, float],
@@ -95,7 +95,7 @@ def assemble_eager(
     """Lower and verify ``order`` as ``assemble`` does, with eager forwards wherever they cost nothing.
 
     Args:
-        heirs: which worker would compute a hop if its own died.
+        targets: which worker would compute a hop if its own died.
         caps: worker -> bytes of activations. Eager forwards keep to them too, if the memory is known.
 
     Raises:
@@ -105,7 +105,7 @@ def assemble_eager(
     plain = with_reductions(with_messages(visits.encode(order.schedule()), visits), visits)
     timeline = verify_codes(visits, plain, costs, in_flight_cap=caps, speeds=speeds)
     room = caps if costs.memory_bytes is not None else None
-    filled = fill_bubbles(plain, visits, timeline, heirs, costs, room=room, speeds=speeds)
+    filled = fill_bubbles(plain, visits, timeline, targets, costs, room=room, speeds=speeds)
     timeline = verify_codes(visits, filled.programs, costs, in_flight_cap=room, speeds=speeds)
     schedule = Schedule(
         programs=tuple((worker, visits.decode(codes)) for worker, codes in filled.programs.items())
@@ -119,7 +119,7 @@ def fill_bubbles(
     programs: Codes,
     visits: Visits,
     timeline: Timeline,
-    heirs: Heirs,
+    targets: FailoverTargets,
     costs: Costs,
     *,
     room: Mapping[int, int] | None,
@@ -135,11 +135,11 @@ def fill_bubbles(
     mine: dict[int, set[int]] = {worker: set() for worker in programs}
     no_input = 0
     for visit, place in enumerate(zip(visits.microbatch, visits.first, strict=True)):
-        heir = heirs.get(place, -1)
-        if heir >= 0 and not place[1]:
-            firsts[heir].append(visit)
-        elif heir >= 0 and heir == visits.before[visit]:
-            mine[heir].add(visit)
+        target = targets.get(place, -1)
+        if target >= 0 and not place[1]:
+            firsts[target].append(visit)
+        elif target >= 0 and target == visits.before[visit]:
+            mine[target].add(visit)
         else:
             no_input += 1
     filled: Codes = {}

@@ -59,11 +59,11 @@ def reroute(
     return Layout(holders=holders, routes=routes, cuts=cuts, tied=previous.tied).check()
 
 
-def heirs(
+def failover_targets(
     layout: Layout, costs: Costs, speeds: Mapping[int, float] | None = None
 ) -> dict[tuple[int, int], int]:
-    """Return the heir of each hop: (microbatch, first layer of a hop) -> the worker that gets the hop if its own worker
-    dies.
+    """Return the failover target of each hop: (microbatch, first layer of a hop) -> the worker that gets the hop if its
+    own worker dies.
 
     That is the one that :func:`reroute` would choose. Only workers that could run the forward ahead count, because they
     have the hop's input (:mod:`odyssey_megatron.plan.scheduling.eager`).
@@ -88,9 +88,9 @@ def heirs(
         for hop, microbatches, near in wanted:
             for microbatch in microbatches:
                 takes = (one for one in paths[microbatch] if one.first <= hop.first and hop.last <= one.last)
-                heir = next((one.worker for one in takes), -1)
-                if heir in near:
-                    found[microbatch, hop.first] = heir
+                target = next((one.worker for one in takes), -1)
+                if target in near:
+                    found[microbatch, hop.first] = target
     return found
 
 
