@@ -55,7 +55,7 @@ def let_stacks_do_without_transformer_engine() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    stack = mamba_layer_specs.mamba_stack_spec
+    stack: Any = mamba_layer_specs.mamba_stack_spec
     stack.submodules.moe_layer.submodules.mlp = get_moe_module_spec(
         use_te=False, num_experts=1, moe_grouped_gemm=False
     )

@@ -57,7 +57,8 @@ def backward_step(input_tensor: Any, output_tensor: Any, output_grad: Any, confi
         return schedules.backward_step(
             input_tensor, output_tensor, output_grad, ModelType.encoder_or_decoder, config
         )
-    return schedules.backward_step(input_tensor, output_tensor, output_grad, config)
+    newer: Any = schedules.backward_step
+    return newer(input_tensor, output_tensor, output_grad, config)
 
 
 def check_pretrain(named: Mapping[str, Any]) -> None:
@@ -237,9 +238,10 @@ def optimizer_settings(args: Any, config: Any) -> tuple[Any, Any]:
     from megatron.core import optimizer
     from megatron.training import training
 
+    newer: Any = optimizer
     settings, overrides = training.get_megatron_optimizer_config(args)
     if getattr(args, "use_mup", False):
-        wide = optimizer.get_mup_config_overrides(settings, config.mup_width_mult, settings.optimizer)
+        wide = newer.get_mup_config_overrides(settings, config.mup_width_mult, settings.optimizer)
         overrides = {**(overrides or {}), **wide}
     return settings, overrides
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from odyssey_megatron.upstream import compat
 
 def prepare(holdings: Holdings, block: LayerBlock) -> None:
     """Make the chunk of ``block`` describe its layers correctly to Megatron's checkpointing."""
-    chunk = block.model.module
+    chunk: Any = block.model.module  # a GPTModel or its like
     original = type(chunk).sharded_state_dict
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -71,22 +71,27 @@ def _in_parts(shard: Any, each: int) -> Any:
     Megatron requires all shards of a tensor to have one shape, and a tensor may span many layers, on cells of either
     kind.
     """
-    cut = Cut.of(shard.data, each) if isinstance(shard, ShardedTensor | ShardedTensorFactory) else Cut()
+    cut = (
+        Cut.of(cast(torch.Tensor, shard.data), each)
+        if isinstance(shard, ShardedTensor | ShardedTensorFactory)
+        else Cut()
+    )
     if cut.dim is None:
         return shard
     dim = cut.dim
 
-    def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
+    def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         if isinstance(shard, ShardedTensorFactory):
-            built = shard.build_fn(key, data, replica_id, flattened_range)
+            built: Any = shard.build_fn(key, data, replica_id, flattened_range)
         else:
             built = [replace(shard, key=key, data=data, dtype=data.dtype, replica_id=replica_id)]
         return [piece for one in built for piece in pieces(one)]
 
     def pieces(one: ShardedTensor) -> Iterator[ShardedTensor]:
         axis, length = one.prepend_axis_num + dim, one.local_shape[dim] // each
-        for number, data in enumerate(torch.split(one.data.detach(), length, dim)):
-            offset, cuts = [*one.global_offset], [*one.axis_fragmentations]
+        held = cast(torch.Tensor, one.data)
+        for number, data in enumerate(torch.split(held.detach(), length, dim)):
+            offset, cuts = [*one.global_offset], [*(one.axis_fragmentations or ())]
             offset[axis] += number * length
             cuts[axis] *= each
             yield replace(
@@ -97,9 +102,9 @@ def _in_parts(shard: Any, each: int) -> Any:
                 axis_fragmentations=tuple(cuts),
             )
 
-    def merge(loaded: list[torch.Tensor]) -> Any:
+    def merge(loaded: Any) -> Any:
         whole = [torch.cat(loaded[at : at + each], dim) for at in range(0, len(loaded), each)]
-        return shard.merge_fn(whole) if isinstance(shard, ShardedTensorFactory) else whole[0]
+        return cast(Any, shard.merge_fn)(whole) if isinstance(shard, ShardedTensorFactory) else whole[0]
 
     return ShardedTensorFactory(shard.key, shard.data, build, merge, shard.replica_id)
 

@@ -449,8 +449,8 @@ def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], 
     written: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def write(index: int) -> None:
-        own: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        unused: queue.Queue[int] = queue.Queue()
+        own: Any = queue.SimpleQueue()  # Megatron expects queues of processes
+        unused: Any = queue.Queue()
         unused.put(index)
         try:
             FileSystemWriterAsync.write_preloaded_data(

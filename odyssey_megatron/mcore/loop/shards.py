@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -272,7 +272,7 @@ def _by_parameter(whole: Any, model_state: Any, *, rounded: bool) -> dict[int, d
     of the parameter that is optimized: so Megatron saves moments that are kept in shorter types (core_v0.16.1
     core/optimizer/distrib_optimizer.py, ``_get_main_param_and_optimizer_states``).
     """
-    named = get_param_id_to_sharded_param_map(model_state, [shown for shown, _ in pairs(whole)])
+    named = get_param_id_to_sharded_param_map(model_state, cast(Any, [shown for shown, _ in pairs(whole)]))
     return {
         place: {
             name: make_sharded_optimizer_tensor(

@@ -39,5 +39,6 @@ def _forget(experts: SharedExpertMLP) -> None:
     for name in vars(experts):
         if name.startswith("cached_"):
             setattr(experts, name, None)
-    if hasattr(experts, "_overlap_state"):  # from core_v0.18.0 on
-        experts._overlap_state = type(experts._overlap_state).IDLE
+    state: Any = getattr(experts, "_overlap_state", None)  # from core_v0.18.0 on
+    if state is not None:
+        experts._overlap_state = type(state).IDLE

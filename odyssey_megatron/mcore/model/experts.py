@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -144,7 +144,7 @@ class Routing:
             if router.training:
                 compat.clear_aux_losses()
                 if self._counted:
-                    router.local_tokens_per_expert.zero_()
+                    _tokens(router).zero_()
 
         def after(router: Router, given: Any, made: Any) -> Any:
             if self._seeds.is_idle:  # whatever it has counted is not recorded
@@ -165,7 +165,7 @@ class Routing:
             if name in self._names:
                 row[self._names.index(name)] = values.sum() / (1 if is_part else self._cell_size)
         if self._counted:
-            row[len(self._names) :] = router.local_tokens_per_expert
+            row[len(self._names) :] = _tokens(router)
         return row
 
     def take_back(self, microbatch: int, first: int, last: int) -> Records:
@@ -214,6 +214,11 @@ class Routing:
         for layer, module in layers.items():
             for number, bias in enumerate(biases(module).values(), start=layer):
                 bias += moves[self._layers[number]]
+
+
+def _tokens(router: Router) -> torch.Tensor:
+    """The number of tokens that ``router`` has counted for each expert, [experts]."""
+    return cast(torch.Tensor, router.local_tokens_per_expert)
 
 
 def _nothing(chosen: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,7 @@ def initialize(
 def _put_in_place(cell: Cell, named: Mapping[str, dist.ProcessGroup]) -> None:
     """Replace the groups that Megatron has made, where they have several ranks, by the cell's."""
     alone = parallel_state.get_pipeline_model_parallel_group()
+    state: Any = parallel_state  # its variables are annotated with what they are before they are set
 
     def group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return named.get(cell_group_name(ranks), alone)
@@ -99,19 +100,17 @@ def _put_in_place(cell: Cell, named: Mapping[str, dist.ProcessGroup]) -> None:
             if isinstance(made, dist.ProcessGroup) and made.size() == cell.tensor:
                 setattr(parallel_state, name, group(cell.tensor_ranks))
     if cell.context > 1:
-        parallel_state._CONTEXT_PARALLEL_GROUP = context = group(cell.context_ranks)
-        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = [
-            group(one) for one in cell.context_level_ranks
-        ]
-        parallel_state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(context)
-        parallel_state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = group(cell.lane_ranks)
+        state._CONTEXT_PARALLEL_GROUP = context = group(cell.context_ranks)
+        state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = [group(one) for one in cell.context_level_ranks]
+        state._CONTEXT_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(context)
+        state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = group(cell.lane_ranks)
     if cell.expert > 1:
-        parallel_state._EXPERT_MODEL_PARALLEL_GROUP = experts = group(cell.expert_ranks)
-        parallel_state._EXPERT_MODEL_PARALLEL_RANKS = dist.get_process_group_ranks(experts)
-        parallel_state._EXPERT_TENSOR_PARALLEL_GROUP = group(cell.expert_tensor_ranks)
-        parallel_state._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = group(cell.expert_part_ranks)
-        parallel_state._EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP = group(cell.expert_part_ranks)
-        parallel_state._EXPERT_DATA_PARALLEL_GROUP = alone
+        state._EXPERT_MODEL_PARALLEL_GROUP = experts = group(cell.expert_ranks)
+        state._EXPERT_MODEL_PARALLEL_RANKS = dist.get_process_group_ranks(experts)
+        state._EXPERT_TENSOR_PARALLEL_GROUP = group(cell.expert_tensor_ranks)
+        state._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = group(cell.expert_part_ranks)
+        state._EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP = group(cell.expert_part_ranks)
+        state._EXPERT_DATA_PARALLEL_GROUP = alone
 
 
 def renew_buffers() -> None:

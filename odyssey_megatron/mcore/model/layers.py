@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
@@ -423,7 +423,7 @@ class LayerBlock:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The contiguous main_grad buffers, 1-D, without those of experts that are spread over ranks."""
-        return [buffer.grad_data for buffer in self.model.buffers]
+        return [buffer.grad_data for buffer in cast(Any, self.model.buffers)]
 
     @property
     def expert_buffers(self) -> list[torch.Tensor]:

@@ -148,6 +148,6 @@ def _scaler(config: OptimizerConfig) -> Any:
         min_scale=config.min_loss_scale,
         growth_factor=2.0,
         backoff_factor=0.5,
-        growth_interval=config.loss_scale_window,
+        growth_interval=int(config.loss_scale_window),
         hysteresis=config.hysteresis,
     )

@@ -11,7 +11,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -463,7 +463,7 @@ class LearningRate:
         self._arguments = scheduler_arguments
         self._start = start or Origin()
         with schedule_refused(scheduler_arguments):
-            OptimizerParamScheduler(_ParamGroups([], {}), **scheduler_arguments)
+            OptimizerParamScheduler(cast(Any, _ParamGroups([], {})), **scheduler_arguments)
 
     def set(self, optimizers: Sequence[Any], step: int, batches: Batches, scale: LossScale) -> float:
         """Set the learning rate and weight decay of ``step`` (counted from 0) in all groups, and return the learning
@@ -472,7 +472,7 @@ class LearningRate:
         samples, step = batches.before(step) - scale.skipped_samples, step - scale.skipped_steps
         start, groups = self._start, _ParamGroups(optimizers, self._start.settings)
         arguments = {**self._arguments, **(start.first_step if step == start.step else {})}
-        scheduler = OptimizerParamScheduler(groups, **arguments)
+        scheduler = OptimizerParamScheduler(cast(Any, groups), **arguments)
         scheduler.step(increment=start.samples + samples)
         for group in groups.param_groups:
             if "step" in group:  # TE and Apex count there instead of with each parameter

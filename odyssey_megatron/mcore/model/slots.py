@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -47,9 +47,9 @@ def built(config: TransformerConfig, groups: ProcessGroupCollection, build: Call
     finally:
         config.num_moe_experts = experts
     for layer in [one for one in module.modules() if isinstance(one, MoELayer)]:
-        layer.router = compat.router_of(layer, config, groups)
-        layer.set_layer_number(layer.layer_number)
-        layer.router.register_forward_hook(_into(slots))
+        layer.router = router = compat.router_of(layer, config, groups)
+        layer.set_layer_number(cast(int, layer.layer_number))
+        router.register_forward_hook(_into(slots))
         _keep(layer.experts, slots.held[groups.ep.rank()], experts)
     return module
 
