@@ -75,4 +75,4 @@ def run(
 
 def start_server() -> JobServer:
     """The process that such jobs are forked from."""
-    return JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+    return JobServer.start(["tests.execute.preload"])

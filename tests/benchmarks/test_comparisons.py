@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from odyssey_megatron.metrics.steps import CommittedStep
-from odyssey_megatron.policy import planner as product
-from tests.benchmarks import overhead, overhead_megatron_lm, planner
+from tests.benchmarks import overhead, overhead_megatron_lm, planner, shapes, slow_emulated
 from tests.benchmarks.bars import largest_difference, norm_difference
 
-
-def emulating(name: str) -> ModuleType:
-    """Import a benchmark of emulated jobs, which gives its process another planner; other tests are to keep theirs."""
-    own = product.PolicyPlanner
-    module = importlib.import_module(f"tests.benchmarks.{name}")
-    product.PolicyPlanner = own
-    return module
-
-
-shapes, slow_emulated = emulating("shapes"), emulating("slow_emulated")
 NAN, INF = math.nan, math.inf
 RIGHT = [5.0, 4.0, 3.0]
 WRONG = ([5.0, NAN, 3.0], [5.0, 4.001, 3.0], [5.0, INF, 3.0])

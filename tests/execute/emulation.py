@@ -1,7 +1,7 @@
 """What a job of emulated accelerators is to do, and the planner that its coordinator asks.
 
-Import it before ``odyssey run`` starts (``JobServer.start([..., "tests.execute.emulation"])``): it puts its planner in
-the product's place. Everything else, ``decide()`` and ``verify()`` too, is the product.
+``tests/execute/preload.py`` puts that planner in the product's place, in the process that jobs are forked from.
+Everything else, ``decide()`` and ``verify()`` too, is the product.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.plan.scheduling.programs import Programs
 from odyssey_megatron.plan.scheduling.reductions import with_reductions
 from odyssey_megatron.plan.scheduling.visits import Visits
-from odyssey_megatron.policy import planner
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
-from odyssey_megatron.policy.planner import Decided
+from odyssey_megatron.policy.planner import Decided, PolicyPlanner
 from odyssey_megatron.studies.baselines import fused
 
 
@@ -99,7 +98,7 @@ def load_truth(run_dir: str | Path) -> Truth | None:
     return from_json(Truth, path.read_text()) if path.exists() else None
 
 
-class EmulationPlanner(planner.PolicyPlanner):
+class EmulationPlanner(PolicyPlanner):
     """The product's planner, told about slow workers, which the control plane does not measure yet.
 
     The profile is as it was posted, and what the ranks measure: nothing where everything takes what the profile says.
@@ -140,9 +139,6 @@ class EmulationPlanner(planner.PolicyPlanner):
         return replace(
             state, workers=tuple(replace(w, speed=speeds.get(w.worker, 1.0)) for w in state.workers)
         )
-
-
-planner.PolicyPlanner = EmulationPlanner
 
 
 def one_f_one_b(plan: Plan, costs: Costs) -> Plan:
