@@ -14,6 +14,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.checking.simulate import reduce_hops
 from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.placing.memory import activation_caps
@@ -45,11 +46,14 @@ class Truth:
     reduce_bytes_per_s: float
     """A sum over holders: by rate and start of its own, since a collective does not run at a message's."""
 
-    def reduced_s(self, num_bytes: int, holders: int) -> float:
-        """Of ``num_bytes`` gradients over so many holders, without noise."""
+    def reduced_s(self, num_bytes: int, holders: int, copies: int = 0) -> float:
+        """Of ``num_bytes`` gradients over so many holders, without noise; less where ``copies`` of a slice are kept."""
         if holders < 2:
             return 0.0
-        return self.reduce_latency_s * holders + num_bytes * (holders - 1) / holders / self.reduce_bytes_per_s
+        whole_s = (
+            self.reduce_latency_s * holders + num_bytes * (holders - 1) / holders / self.reduce_bytes_per_s
+        )
+        return whole_s * reduce_hops(holders, copies) / reduce_hops(holders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
