@@ -4,10 +4,10 @@
 
 8, 16 and 32 processes under ``odyssey run``, with its launcher, coordinator, groups, interpreter, gloo messages,
 agreement and recovery; only the compute is a sleep (``tests/execute/emulated.py``). What layers, messages and sums take
-stands in a table that the planner never sees (``truth_of``): no two layers alike, a last stage twice as dear, every
-instruction up to 5 % longer or shorter than the last time, sums at a rate of their own. The planner starts from an
-estimate that is wrong by a factor, for layers that are all alike, and has what the ranks measure and publish: a job
-that loses a worker before that fails.
+stands in a table that the planner never sees (``emulated_jobs.uneven``): no two layers alike, a last stage twice as
+dear, every instruction up to 5 % longer or shorter than the last time, sums at a rate of their own. The planner starts
+from an estimate that is wrong by a factor, for layers that are all alike, and has what the ranks measure and publish: a
+job that loses a worker before that fails.
 
 Each job loses workers by SIGKILL in mid-run, and the plan before, between and after is one row. ``predicted_s`` is what
 the decision said that the step will take; for the first plan, which is older than any measurement, the simulated time
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -53,9 +52,10 @@ from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import schedule_from_text
-from odyssey_megatron.policy.costs.profile import Profile, load_profile
+from odyssey_megatron.policy.costs.profile import Profile
 from tests.benchmarks import emulated_jobs, policies
 from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize, taken
+from tests.benchmarks.emulated_jobs import NOISE, OPTIMIZER_S, estimate, measured_costs, times, uneven
 from tests.execute.emulation import Emulation, Truth
 from tests.launch.jobserver import JobServer, events
 
@@ -63,12 +63,6 @@ STEPS_A_PLAN = 6
 """The first of them is not measured: its ranks begin when they get there. What ranks have measured is known to the
 planner four steps after the start.
 """
-NOISE = 0.05
-UNLIKE = 0.1
-"""A layer takes up to so much more or less than the next one."""
-ESTIMATED = 0.5
-"""What the planner believes of a layer before anybody has measured, as a share of the truth."""
-OPTIMIZER_S = 0.01
 SECONDS_A_LAYER = 0.008
 """Forward of one of the 32 layers of ``policies.py``, whose unit is 1."""
 
@@ -134,43 +128,6 @@ class Row:
         return self.measured_s - self.modelled_s
 
 
-def uneven(costs: Costs, stages: int, seed: int) -> Costs:
-    """``costs`` with no two layers alike, and a head so dear that the last stage takes twice a middle one's time."""
-    rng, middle = random.Random(seed), costs.layers[1:-1]
-    layers = [times(layer, 1 + rng.uniform(-UNLIKE, UNLIKE)) for layer in costs.layers]
-    layers[-1] = times(middle[0], len(middle) / stages, of=layers[-1])
-    return replace(costs, layers=tuple(layers), optimizer_s=OPTIMIZER_S)
-
-
-def times(layer: LayerCost, factor: float, of: LayerCost | None = None) -> LayerCost:
-    """A layer that takes so many times as long, with the bytes ``of`` another one."""
-    return replace(
-        of or layer,
-        forward_s=layer.forward_s * factor,
-        input_grad_s=layer.input_grad_s * factor,
-        weight_grad_s=layer.weight_grad_s * factor,
-    )
-
-
-def estimate(costs: Costs) -> Costs:
-    """What a planner may believe: all layers alike, and all of it wrong by a factor."""
-    layers = tuple(times(layer, ESTIMATED) for layer in costs.layers)
-    return replace(costs, layers=layers, optimizer_s=0.0)
-
-
-def truth_of(costs: Costs) -> Truth:
-    """Links a little worse than the planner is told, and sums at half the rate of a message."""
-    links = replace(
-        costs, link_latency_s=1.5 * costs.link_latency_s, link_bytes_per_s=0.8 * costs.link_bytes_per_s
-    )
-    return Truth(
-        costs=links,
-        noise=NOISE,
-        reduce_latency_s=costs.link_latency_s,
-        reduce_bytes_per_s=0.4 * costs.link_bytes_per_s,
-    )
-
-
 def layer_costs(num_layers: int) -> Costs:
     """A light embedding, unequal halves of the backward, links and gradients that take their time."""
 
@@ -214,7 +171,7 @@ def emulation_of(case: Case) -> tuple[Emulation, Truth]:
         own = costs.layers[1 : 1 + -(-job.num_layers // case.stages)]
         needs = sum(one.kept_bytes + case.stages * one.activation_bytes for one in own)
         costs = replace(costs, memory_bytes=int(case.memory * needs))
-    truth = truth_of(uneven(costs, case.stages, seed=case.workers + case.kills[0]))
+    truth = uneven(costs, head=case.layers / case.stages, seed=case.workers + case.kills[0])
     return Emulation(job=job, profile=Profile(costs=estimate(costs)), among=case.among), truth
 
 
@@ -234,9 +191,9 @@ def run_job(
     )
     began_s = time.monotonic()
     emulated_jobs.run(
-        server, folder, emulation, workers,
+        server, folder, emulation, truth, workers,
         "--odyssey-inject", inject, "--odyssey-trace-steps", 1, "--odyssey-build-timeout-s", 20,
-        "--odyssey-profile-steps", 1, "--odyssey-layout", layout, truth=truth,
+        "--odyssey-layout", layout,
     )  # fmt: skip
     wall_s = time.monotonic() - began_s
     used_s = sum(float(path.read_text()) for path in folder.glob("cpu_s-*"))
@@ -245,10 +202,7 @@ def run_job(
 
 def rows_of(folder: Path) -> Iterator[Row]:
     """One row a generation."""
-    steps, learned = read_run(folder).steps, load_profile(folder / "profile.json").costs
-    decisions, measured = events(folder, "decision"), events(folder, "measured")
-    if decisions[1:] and not (measured and measured[0]["t_s"] < decisions[1]["t_s"]):
-        raise RuntimeError(f"{folder.name}: a worker was lost before the planner knew what layers take")
+    steps, learned, decisions = read_run(folder).steps, measured_costs(folder), events(folder, "decision")
     predicted_s = 0.0
     for decision in decisions:
         layout = from_jsonable(Layout, decision["layout"])

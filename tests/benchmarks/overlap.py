@@ -3,10 +3,12 @@
     python tests/benchmarks/overlap.py --json
 
 64 processes under ``odyssey run``, with its launcher, coordinator, groups, interpreter, gloo messages and agreement;
-only compute is a sleep, and a sum takes the time of a ring between its holders from when all have come to it, beside
-what they compute (``tests/execute/emulated.py``). Each setting runs twice, with gradients and with none. ``wall`` is
-the mean step from commit to commit beside the other's; ``modelled`` the same by the deadlines that messages carry;
-``at_the_end`` what the planner's clock says if all sums ran behind all compute.
+only compute is a sleep, and a sum takes its time from when all its holders have come to it, beside what they compute
+(``tests/execute/emulated.py``). What sleeps, messages and sums take the planner does not see
+(``emulated_jobs.uneven``): it places sums by an estimate that is wrong by a factor. Each setting runs twice, with
+gradients and with none. ``wall`` is the mean step from commit to commit beside the other's; ``modelled`` the same by
+the deadlines that messages carry; ``at_the_end`` what the planner's clock says of the true costs if all sums ran behind
+all compute; ``runtime_s`` what steps take beyond compute and links.
 
 ``room``: 64 holders of a whole model, 400 MB of gradients, four microbatches of 1.1 s, links of 5 GB/s: the ratios are
 those of 0.22 s and 25 GB/s, five times as slow, so that 64 processes that share two cores are not late.
@@ -38,7 +40,7 @@ from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.policy.costs.profile import Profile
 from tests.benchmarks import emulated_jobs
 from tests.benchmarks.bars import at_most, finish, taken
-from tests.execute.emulation import Emulation
+from tests.execute.emulation import Emulation, Truth
 from tests.launch.jobserver import JobServer
 
 WORKERS = 64
@@ -78,8 +80,8 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def emulation_of(one: Setting, steps: int, *, sent: bool) -> Emulation:
-    """``sent``: with gradients, and weights, that take time on their way."""
+def emulation_of(one: Setting, steps: int, *, sent: bool) -> tuple[Emulation, Truth]:
+    """``sent``: with gradients, and weights, that take time on their way. The head takes a layer's time."""
     layers = one.layers // one.stages
     middle = LayerCost(
         forward_s=one.layer_s, input_grad_s=one.layer_s, weight_grad_s=one.layer_s, activation_bytes=34,
@@ -92,7 +94,7 @@ def emulation_of(one: Setting, steps: int, *, sent: bool) -> Emulation:
     )  # fmt: skip
     costs = Costs(
         layers=(end, *(middle,) * one.layers, end),
-        message_bytes=1,
+        message_bytes=10**5,  # a message leaves a rate to measure
         link_latency_s=1e-5,
         link_bytes_per_s=one.bytes_per_s,
     )
@@ -101,12 +103,15 @@ def emulation_of(one: Setting, steps: int, *, sent: bool) -> Emulation:
         num_layers=len(costs.layers), pipeline_model_parallel_size=one.stages, tensor_model_parallel_size=1,
         num_microbatches=total, tokens_per_step=total, train_steps=steps, optimizer_copies=one.copies,
     )  # fmt: skip
-    return Emulation(job=job, profile=Profile(costs=costs), seamless=True)
+    known = Profile(costs=emulated_jobs.estimate(costs))
+    return Emulation(job=job, profile=known, seamless=True), emulated_jobs.uneven(
+        costs, head=1.0, seed=one.stages
+    )
 
 
-def at_the_end_s(emulation: Emulation) -> float:
-    """A step whose sums all run behind what is computed, by the planner's clock."""
-    job, costs = emulation.job, emulation.profile.costs
+def at_the_end_s(emulation: Emulation, truth: Truth) -> float:
+    """A step whose sums all run behind what is computed, by the planner's clock at the true costs."""
+    job, costs = emulation.job, truth.costs
     layout = megatron_layout(
         num_layers=job.num_layers,
         pipeline_size=job.pipeline_model_parallel_size,
@@ -116,10 +121,10 @@ def at_the_end_s(emulation: Emulation) -> float:
     return step_end_s(layout, costs, order_routes(layout, costs).done_s)
 
 
-def measured(server: JobServer, folder: Path, emulation: Emulation) -> tuple[float, float]:
+def measured(server: JobServer, folder: Path, emulation: Emulation, truth: Truth) -> tuple[float, float]:
     """Of a step: by the wall clock the mean, as lateness is made up for in the next one; by deadlines the median."""
     flags = ("--odyssey-build-timeout-s", 60, "--odyssey-trace-steps", 0)
-    steps = emulated_jobs.run(server, folder, emulation, WORKERS, *flags).steps[1:]
+    steps = emulated_jobs.run(server, folder, emulation, truth, WORKERS, *flags).steps[1:]
     wall_s = statistics.mean(taken(step.interval_s, f"step {step.step}") for step in steps)
     return wall_s, statistics.median(step.losses["modelled_s"] for step in steps)
 
@@ -140,14 +145,15 @@ def main() -> int:
                 one = SETTINGS[setting]
                 jobs = [emulation_of(one, options.steps, sent=sent) for sent in (True, False)]
                 (sums_s, sums_modelled_s), (none_s, none_modelled_s) = (
-                    measured(server, Path(name, f"{setting}{at}"), job) for at, job in enumerate(jobs)
+                    measured(server, Path(name, f"{setting}{at}"), *job) for at, job in enumerate(jobs)
                 )
                 result[setting] = {
                     "step_s": round(sums_s, 4),
                     "without_s": round(none_s, 4),
                     "wall": round(sums_s / none_s, 4),
                     "modelled": round(sums_modelled_s / none_modelled_s, 4),
-                    "at_the_end": round(at_the_end_s(jobs[0]) / at_the_end_s(jobs[1]), 4),
+                    "runtime_s, with sums, without": [sums_s - sums_modelled_s, none_s - none_modelled_s],
+                    "at_the_end": round(at_the_end_s(*jobs[0]) / at_the_end_s(*jobs[1]), 4),
                 }
                 print(setting, result[setting], file=sys.stderr, flush=True)
                 bars.append(at_most(f"{setting}_step_beside_one_without_sums", sums_s / none_s, one.most))

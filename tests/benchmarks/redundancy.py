@@ -9,8 +9,10 @@ measured on gloo and two cores: they show what is sent, not what it would take o
 Then each kind of ``--odyssey-redundancy`` on emulated accelerators (``tests/execute/emulated.py``: compute is a sleep),
 one pipeline of 8 stages: the step by the planner and by the wall clock, the most memory that the plan needs on a
 worker, and for workers killed half-way through a step how long the job stood still and what the rest of that step
-took, with what had been run ahead and without. At last what rejoin.py measures: how long the job stands still when a
-lost rank comes back.
+took, with what had been run ahead and without. What sleeps, messages and sums take the planner does not see
+(``emulated_jobs.uneven``): it starts from an estimate, and goes by what the ranks measure. ``planned_step_s`` is by the
+simulator at the measured costs, ``modelled_step_s`` what compute and links took, and ``runtime_s`` the rest of the wall
+clock. At last what rejoin.py measures: how long the job stands still when a lost rank comes back.
 
     python tests/benchmarks/redundancy.py [--rounds 3] [--json] [--emulated-only]
 """
@@ -36,7 +38,8 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Op, schedule_from_text
 from tests.benchmarks import emulated_jobs, rejoin
 from tests.benchmarks.bars import Bar, at_least, at_most, finish, summarize, taken
-from tests.execute.emulation import Emulation
+from tests.benchmarks.emulated_jobs import measured_costs, runtimes_s
+from tests.execute.emulation import Emulation, Truth
 from tests.launch.jobserver import ENVIRONMENT, JobServer
 
 MODEL = (
@@ -57,7 +60,7 @@ MODES = {
 
 
 STAGES, MICROBATCHES, LAYER_S, MEGABYTE = 8, 16, 0.006, 10**6
-KINDS, VICTIMS, STEP = ("off", "state", "compute"), (0, 2, 4, 6), 2
+KINDS, VICTIMS, STEP = ("off", "state", "compute"), (0, 2, 4, 6), emulated_jobs.KNOWN_AT
 
 
 @dataclass
@@ -68,6 +71,8 @@ class Emulated:
     planned_bytes: int = 0
     forwards_ahead: int = 0
     step_s: list[float] = field(default_factory=list)
+    modelled_s: list[float] = field(default_factory=list)
+    runtime_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)
     rest_s: list[float] = field(default_factory=list)
     """From when the interrupted step went on until it was committed."""
@@ -75,9 +80,9 @@ class Emulated:
     """Forwards of the dead worker that were not done again."""
 
 
-def emulation(kind: str) -> Emulation:
-    """Gradients take 10 ms a layer to sum over two holders."""
-    base = emulated_jobs.emulation(
+def emulation_of(kind: str) -> tuple[Emulation, Truth]:
+    """Gradients take 10 ms a layer to sum over two holders by the planner's formula, and 13 ms in truth."""
+    base, truth = emulated_jobs.emulation(
         emulated_jobs.layer(
             LAYER_S,
             activation_bytes=20 * MEGABYTE,
@@ -95,7 +100,8 @@ def emulation(kind: str) -> Emulation:
         among=("takeover",),
     )
     least = 0 if kind == "off" else 2
-    return replace(base, job=replace(base.job, least_holders=least, eager_forwards=kind == "compute"))
+    job = replace(base.job, least_holders=least, eager_forwards=kind == "compute")
+    return replace(base, job=job), truth
 
 
 def emulate(server: JobServer, folder: Path, kind: str, into: Emulated, victim: int | None) -> None:
@@ -104,7 +110,10 @@ def emulate(server: JobServer, folder: Path, kind: str, into: Emulated, victim: 
     if victim is not None:
         at = f"rank={victim},step={STEP},at=backward,microbatch={MICROBATCHES // 2}"
         flags += ["--odyssey-inject", at]
-    done = emulated_jobs.run(server, folder, emulation(kind), STAGES, *flags)
+    done, costs = (
+        emulated_jobs.run(server, folder, *emulation_of(kind), STAGES, *flags),
+        measured_costs(folder),
+    )
     if victim is not None:
         (recovery,) = done.recoveries
         into.stall_s.append(taken(recovery.stall_s, "a stall"))
@@ -112,9 +121,11 @@ def emulate(server: JobServer, folder: Path, kind: str, into: Emulated, victim: 
         into.saved.append(recovery.eager_forwards)
         return
     into.step_s += [taken(one.step_s, f"step {one.step}") for one in done.steps[1:]]
+    into.modelled_s += [one.losses["modelled_s"] for one in done.steps[1:]]
+    into.runtime_s += runtimes_s(done.steps[1:])
     first = next(event for event in read_journal(folder) if event["event"] == "decision")
     layout, schedule = from_jsonable(Layout, first["layout"]), schedule_from_text(first["schedule"])
-    timeline = simulate(schedule, layout, emulation(kind).profile.costs)
+    timeline = simulate(schedule, layout, costs)
     into.planned_step_s = timeline.step_s
     into.planned_bytes = max(size for _, size in timeline.peak_bytes)
     into.forwards_ahead = sum(
@@ -146,7 +157,9 @@ def emulated_result(
             "planned_step_s": one.planned_step_s,
             "planned_bytes": one.planned_bytes,
             "forwards_ahead": one.forwards_ahead,
+            "modelled_step_s": summarize(one.modelled_s),
             "step_s": summarize(one.step_s),
+            "runtime_s": summarize(one.runtime_s),
             "stall_s": summarize(one.stall_s),
             "rest_of_the_step_s": summarize(one.rest_s),
             "forwards_saved": summarize(one.saved),
@@ -158,10 +171,12 @@ def emulated_result(
     state, compute = found["state"], found["compute"]
     rest = statistics.mean(compute.rest_s) / statistics.mean(state.rest_s)
     step = statistics.median(compute.step_s) / statistics.median(state.step_s)
+    errors = [abs(one.planned_step_s / statistics.median(one.modelled_s) - 1) for one in found.values()]
     return result, [
         at_least("emulated kills survived", len(state.stall_s + compute.stall_s), 2 * len(VICTIMS) * rounds),
         at_most("step time, compute / state", step, 1.02),
         at_most("rest of an interrupted step, compute / state (mean)", rest, 1.0),
+        at_most("planned step, off by (worst of all kinds)", max(errors), 0.08),
         at_most("longest stop while a rank comes back, share of a step", longest, 0.1),
     ]
 

@@ -1,10 +1,13 @@
 """How long a job stands still when a lost rank comes back.
 
 Emulated accelerators (``tests/execute/emulated.py``): the real runtime, groups and messages, compute as sleeps, layers
-with real bytes that are really sent. A rank is killed, its agent starts it anew (``--odyssey-respawn``), it is filled
+with real bytes that are really sent. What sleeps and messages take the planner does not see (``emulated_jobs.uneven``):
+it goes by what the ranks measure. A rank is killed, its agent starts it anew (``--odyssey-respawn``), it is filled
 while the others train, and gets its work back between two steps. ``excess`` of a step is the wall clock from the commit
-before it to its own, over what its plan takes by the simulator; given are the greatest among all steps from the kill's
-recovery to the second one of the full layout, and the greatest of the undisturbed ones before the kill.
+before it to its own, over what its plan takes by the simulator at the measured costs; given are the greatest among all
+steps from the kill's recovery to the second one of the full layout, and the greatest of the undisturbed ones before the
+kill. ``runtime_s`` is what the undisturbed ones take beyond compute and links, and ``error`` how far the simulator is
+off what those take.
 
     python tests/benchmarks/rejoin.py [--rounds 3] [--json]
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -28,9 +32,10 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import schedule_from_text
 from tests.benchmarks import emulated_jobs
 from tests.benchmarks.bars import at_least, at_most, finish, summarize
+from tests.benchmarks.emulated_jobs import measured_costs, runtimes_s
 from tests.launch.jobserver import JobServer, events
 
-RANKS, STAGES, STEP, STEPS = 8, 4, 3, 12
+RANKS, STAGES, STEP, STEPS = 8, 4, emulated_jobs.KNOWN_AT, 16
 VICTIMS = (5, 0, 7)
 LAYER_BYTES = 4 * 2**20
 
@@ -41,11 +46,17 @@ class Return:
 
     rank: int
     step_s: float
-    """Undisturbed, by the simulator."""
+    """Undisturbed, by the simulator at the measured costs."""
+    error: float
+    """How far that is off what compute and links took, as a share of it; median of the undisturbed steps."""
+    runtime_s: float
+    """What the runtime added to those; median."""
     undisturbed: float
     """Greatest excess of a step before the kill, as a share of a step."""
     excess: float
     """... of a step while the rank came back."""
+    late_s: float
+    """In that step, how far the latest instruction was behind its time: a machine with other work makes it late."""
     stall_s: float
     """Greatest of the switches, as the report gives it."""
     away_s: float
@@ -54,24 +65,23 @@ class Return:
 
 def come_back(server: JobServer, folder: Path, victim: int) -> Return:
     """One job, one kill."""
-    emulation = emulated_jobs.emulation(
-        emulated_jobs.layer(0.030, state_bytes=LAYER_BYTES),
+    emulation, truth = emulated_jobs.emulation(
+        emulated_jobs.layer(0.018, state_bytes=LAYER_BYTES),
         emulated_jobs.layer(0.0, state_bytes=LAYER_BYTES),
         stages=STAGES,
         microbatches=16,  # a step takes about two seconds
         steps=STEPS,
-        optimizer_s=0.05,
         two_speed=True,
         layer_bytes=LAYER_BYTES,
     )
     inject = f"rank={victim},step={STEP},at=backward"
     run = emulated_jobs.run(
-        server, folder, emulation, RANKS, "--odyssey-respawn", 1, "--odyssey-inject", inject
+        server, folder, emulation, truth, RANKS, "--odyssey-respawn", 1, "--odyssey-inject", inject
     )
-    plans = {event["generation"]: event for event in events(folder, "decision")}
+    costs, plans = measured_costs(folder), {one["generation"]: one for one in events(folder, "decision")}
     predicted_s = {
         generation: simulate(
-            schedule_from_text(one["schedule"]), from_jsonable(Layout, one["layout"]), emulation.profile.costs
+            schedule_from_text(one["schedule"]), from_jsonable(Layout, one["layout"]), costs
         ).step_s
         for generation, one in plans.items()
     }
@@ -89,11 +99,19 @@ def come_back(server: JobServer, folder: Path, victim: int) -> Return:
     }
     (recovery,) = run.recoveries
     (killed,) = events(folder, "injected")
+    # Not the last one before the kill: if rank 0 dies, others write its commit down once more, and later.
+    undisturbed = run.steps[1 : STEP - 1]
+    worst = max(range(recovery.step + 1, home + 2), key=excess.__getitem__)
+    late_s = {one.step: one.losses["late_s"] for one in run.steps}
+    modelled_s = statistics.median(one.losses["modelled_s"] for one in undisturbed)
     return Return(
         rank=victim,
         step_s=predicted_s[1],
-        undisturbed=max(excess[step] for step in range(1, STEP)) / predicted_s[1],
-        excess=max(excess[step] for step in range(recovery.step + 1, home + 2)) / predicted_s[1],
+        error=abs(predicted_s[1] / modelled_s - 1),
+        runtime_s=statistics.median(runtimes_s(undisturbed)),
+        undisturbed=max(excess[one.step] for one in undisturbed) / predicted_s[1],
+        excess=excess[worst] / predicted_s[1],
+        late_s=late_s[worst],
         stall_s=max(one.stall_s for one in run.switches),
         away_s=at_s[home - 1] - killed["t_s"],
     )
@@ -118,8 +136,11 @@ def main() -> int:
         server.close()
     result = {
         "step_s": found[0].step_s,
+        "error": summarize([one.error for one in found]),
+        "runtime_s": summarize([one.runtime_s for one in found]),
         "undisturbed excess, share of a step": summarize([one.undisturbed for one in found]),
         "excess while a rank comes back, share of a step": summarize([one.excess for one in found]),
+        "late_s of that step": summarize([one.late_s for one in found]),
         "stall_s": summarize([one.stall_s for one in found]),
         "away_s": summarize([one.away_s for one in found]),
     }

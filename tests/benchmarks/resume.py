@@ -1,9 +1,11 @@
 """How long the interrupted step takes from the recovery on: gone on with, and done again.
 
 Emulated accelerators (``tests/execute/emulated.py``): the real runtime, groups and messages, compute as sleeps, so two
-cores will do. In each run one rank is killed when about 25, 50 or 75 % of a step's microbatches have come back to it;
-then its microbatches go through the other holders of its layers. Timed is the interrupted step on the slowest survivor,
-from the first instruction after the recovery to its commit. Both ways alternate.
+cores will do. What sleeps and messages take the planner does not see (``emulated_jobs.uneven``): it plans the rest of
+the step by what the ranks have measured until then. In each run one rank is killed when about 25, 50 or 75 % of a
+step's microbatches have come back to it; then its microbatches go through the other holders of its layers. Timed is the
+interrupted step on the slowest survivor, from the first instruction after the recovery to its commit. Both ways
+alternate. ``runtime_s`` is what steps before the kill take beyond compute and links.
 
     python tests/benchmarks/resume.py [--rounds 3] [--json]
 """
@@ -25,7 +27,7 @@ from tests.benchmarks import emulated_jobs
 from tests.benchmarks.bars import at_least, at_most, finish, summarize, taken
 from tests.launch.jobserver import JobServer
 
-MICROBATCHES, STEP, LAYER_S = 32, 2, 0.006
+MICROBATCHES, STEP, LAYER_S = 32, emulated_jobs.KNOWN_AT, 0.006
 SHAPES = {
     # name: ranks, stages, the rank that is killed
     "PP4 x DP2": (8, 4, 4),
@@ -34,13 +36,15 @@ SHAPES = {
 SHARES = (0.25, 0.5, 0.75)
 
 
-def shoot(server: JobServer, folder: Path, shape: str, share: float, way: str) -> RecoveryRecord:
-    """One job, one kill."""
+def shoot(
+    server: JobServer, folder: Path, shape: str, share: float, way: str
+) -> tuple[RecoveryRecord, list[float]]:
+    """One job, one kill: its recovery, and the runtime's share of each step before, but the first."""
     ranks, stages, victim = SHAPES[shape]
     replicas = ranks // stages
     # The victim's microbatches are those of its pipeline, which take turns.
     microbatch = victim % replicas + replicas * int(share * MICROBATCHES / replicas)
-    emulation = emulated_jobs.emulation(
+    emulation, truth = emulated_jobs.emulation(
         emulated_jobs.layer(LAYER_S),
         emulated_jobs.layer(0.0),
         stages=stages,
@@ -50,10 +54,11 @@ def shoot(server: JobServer, folder: Path, shape: str, share: float, way: str) -
     )
     inject = f"rank={victim},step={STEP},at=backward,microbatch={microbatch}"
     done = emulated_jobs.run(
-        server, folder, emulation, ranks, "--odyssey-interrupted-step", way, "--odyssey-inject", inject
+        server, folder, emulation, truth, ranks, "--odyssey-interrupted-step", way, "--odyssey-inject", inject
     )
+    emulated_jobs.measured_costs(folder)  # the recovery went by it
     (recovery,) = done.recoveries
-    return recovery
+    return recovery, emulated_jobs.runtimes_s(done.steps[1:STEP])
 
 
 def main() -> int:
@@ -64,6 +69,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     found: dict[tuple[str, float, str], list[RecoveryRecord]] = {}
+    runtimes_s: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         server = emulated_jobs.start_server()
         for number in range(args.rounds):
@@ -71,11 +77,13 @@ def main() -> int:
                 for share in SHARES:
                     for way in INTERRUPTED_STEPS if number % 2 == 0 else reversed(INTERRUPTED_STEPS):
                         folder = Path(name) / f"{number}-{list(SHAPES).index(shape)}-{share}-{way}"
-                        one = shoot(server, folder, shape, share, way)
+                        one, more_s = shoot(server, folder, shape, share, way)
                         found.setdefault((shape, share, way), []).append(one)
+                        runtimes_s += more_s
                         print(f"{shape} {share} {way}: {one}", file=sys.stderr, flush=True)
         server.close()
-    result, ratios = {}, []
+    result: dict[str, object] = {"runtime_s": summarize(runtimes_s)}
+    ratios = []
     for shape in SHAPES:
         for share in SHARES:
             times = {

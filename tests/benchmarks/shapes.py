@@ -18,11 +18,13 @@ ablation) has 2.0 to 2.8 times ReCycle's throughput for keeping the rest of a ce
 where no whole cell is left.
 
 **(a), by the wall clock**: four jobs of emulated accelerators (``tests/execute/emulated.py``), whose cells are eight
-tensor-parallel ranks: all of the product but the compute, which is a sleep, for half of a cell twice as long. One rank
-is killed in mid-step, and for good as soon as it has come back. ``gain`` is the median step without shrinking over
-that with it, once the job has gone over to its last plan, and ``planned`` the same by the planner's clock; ``back_s``
-is from the kill on until a step was committed with what is left of the cell computing. What half a cell really does of
-what a whole one does no clock here shows.
+tensor-parallel ranks: all of the product but the compute, which is a sleep, for half of a cell twice as long. What
+sleeps and messages take the planner does not see (``emulated_jobs.uneven``): it goes by what the ranks measure. One
+rank is killed in mid-step, and for good as soon as it has come back. ``gain`` is the median step without shrinking over
+that with it, once the job has gone over to its last plan, and ``planned`` the same by the planner's clock at the costs
+that each job has measured; ``modelled`` the same by what compute and links took, ``error`` how far the planner's clock
+is off that, and ``runtime_s`` the rest of the wall clock. ``back_s`` is from the kill on until a step was committed
+with what is left of the cell computing. What half a cell really does of what a whole one does no clock here shows.
 
 **(b)** Optimizer slices, measured beside Megatron's own distributed optimizer: the example's model on 8 CPU ranks, PP2
 x DP4, from the same weights on the same microbatches; runs alternate. Bytes are those of optimizer state on the fullest
@@ -60,6 +62,7 @@ from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
@@ -211,7 +214,7 @@ def measured(job: Job) -> dict[str, Any]:
 
 CELLS = ((2, 1), (3, 1), (4, 1), (2, 2))
 """(data parallel, pipeline parallel) of the emulated jobs, whose workers are cells of eight ranks."""
-KILLED_AT, STEPS, LAYER_S, MICROBATCHES = 2, 20, 0.03, 8
+KILLED_AT, STEPS, LAYER_S, MICROBATCHES = emulated_jobs.KNOWN_AT, 24, 0.016, 8
 """Microbatches of a pipeline. Three times ``LAYER_S`` a layer, of which there are two a stage."""
 
 
@@ -222,6 +225,8 @@ class Walked:
     healthy_s: float
     step_s: float
     planned_s: float
+    modelled_s: float
+    """What compute and links took in the last plan's steps; median."""
     back_s: float | None
     """None: what is left of the cell never computed."""
 
@@ -229,16 +234,16 @@ class Walked:
 def walked(server: JobServer, folder: Path, dp: int, pp: int, *, shrinks: bool) -> Walked:
     """Steps of one, by the clock on the wall."""
     middle, end = emulated_jobs.layer(LAYER_S), emulated_jobs.layer(0.0)
-    base = emulated_jobs.emulation(middle, end, stages=pp, microbatches=dp * MICROBATCHES, steps=STEPS)
+    base, truth = emulated_jobs.emulation(middle, end, stages=pp, microbatches=dp * MICROBATCHES, steps=STEPS)
     emulation = replace(base, job=replace(base.job, tensor_model_parallel_size=8))
     ranks, dies = dp * pp * 8, 9
     inject = f"rank={dies},step={KILLED_AT},at=backward;rank={dies},step=-1,at=groups,incarnation=1"
     run = emulated_jobs.run(
-        server, folder, emulation, ranks,
+        server, folder, emulation, truth, ranks,
         "--odyssey-respawn", 1, "--odyssey-shrink", "auto" if shrinks else "off", "--odyssey-inject", inject,
         "--odyssey-hang-s", 30, "--odyssey-build-timeout-s", 30, within_s=300,
     )  # fmt: skip
-    events = list(read_journal(folder))
+    events, costs = list(read_journal(folder)), emulated_jobs.measured_costs(folder)
     of_plans = {one["generation"]: one for one in events if one["event"] == "decision"}
     last = of_plans[run.steps[-1].generation]
     layout, schedule = from_jsonable(Layout, last["layout"]), schedule_from_text(last["schedule"])
@@ -255,13 +260,16 @@ def walked(server: JobServer, folder: Path, dp: int, pp: int, *, shrinks: bool) 
         )
 
     def median_s(generation: int) -> float:
-        steps = [one for one in run.steps if one.generation == generation][1:]
-        return statistics.median(taken(one.interval_s, f"step {one.step}") for one in steps)
+        return statistics.median(taken(one.interval_s, f"step {one.step}") for one in of(generation))
+
+    def of(generation: int) -> list[CommittedStep]:
+        return [one for one in run.steps if one.generation == generation][1:]
 
     return Walked(
         healthy_s=median_s(run.steps[0].generation),
         step_s=median_s(run.steps[-1].generation),
-        planned_s=simulate(schedule, layout, emulation.profile.costs, speeds).step_s,
+        planned_s=simulate(schedule, layout, costs, speeds).step_s,
+        modelled_s=statistics.median(one.losses["modelled_s"] for one in of(run.steps[-1].generation)),
         back_s=back_s,
     )
 
@@ -281,6 +289,11 @@ def by_the_wall_clock() -> list[dict[str, Any]]:
                     "step_s, healthy, without, with": [smaller.healthy_s, without.step_s, smaller.step_s],
                     "gain": without.step_s / smaller.step_s,
                     "planned": without.planned_s / smaller.planned_s,
+                    "modelled": without.modelled_s / smaller.modelled_s,
+                    "error, without, with": [
+                        abs(one.planned_s / one.modelled_s - 1) for one in (without, smaller)
+                    ],
+                    "runtime_s, without, with": [one.step_s - one.modelled_s for one in (without, smaller)],
                     "back_s": smaller.back_s,
                 }
             )

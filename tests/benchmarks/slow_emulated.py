@@ -23,7 +23,7 @@ from odyssey_megatron.metrics.steps import CommittedStep
 from odyssey_megatron.policy.costs.profile import Profile
 from tests.benchmarks import emulated_jobs
 from tests.benchmarks.bars import taken
-from tests.benchmarks.model_error import OPTIMIZER_S, times
+from tests.benchmarks.emulated_jobs import OPTIMIZER_S, times
 from tests.benchmarks.policies import profile_of
 from tests.execute.emulation import Emulation, Truth
 from tests.launch.jobserver import JobServer
@@ -112,9 +112,9 @@ def _run(
     server: JobServer, folder: Path, emulation: Emulation, truth: Truth, workers: int, *flags: str
 ) -> Run:
     return emulated_jobs.run(
-        server, folder, emulation, workers,
-        "--odyssey-rebalance", "auto", "--odyssey-profile-steps", 1, "--odyssey-build-timeout-s", 30,
-        "--odyssey-hang-s", 30, *flags, truth=truth, within_s=600,
+        server, folder, emulation, truth, workers,
+        "--odyssey-rebalance", "auto", "--odyssey-build-timeout-s", 30, "--odyssey-hang-s", 30, *flags,
+        within_s=600,
     )  # fmt: skip
 
 

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import json
 import math
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from odyssey_megatron.metrics.steps import CommittedStep
-from odyssey_megatron.policy import planner as product
-from tests.benchmarks import overhead, overhead_megatron_lm, planner
+from tests.benchmarks import emulated_jobs, overhead, overhead_megatron_lm, planner, shapes, slow_emulated
 from tests.benchmarks.bars import largest_difference, norm_difference
 
-
-def emulating(name: str) -> ModuleType:
-    """Import a benchmark of emulated jobs, which gives its process another planner; other tests are to keep theirs."""
-    own = product.PolicyPlanner
-    module = importlib.import_module(f"tests.benchmarks.{name}")
-    product.PolicyPlanner = own
-    return module
-
-
-shapes, slow_emulated = emulating("shapes"), emulating("slow_emulated")
 NAN, INF = math.nan, math.inf
 RIGHT = [5.0, 4.0, 3.0]
 WRONG = ([5.0, NAN, 3.0], [5.0, 4.001, 3.0], [5.0, INF, 3.0])
@@ -128,6 +117,37 @@ def test_a_step_that_was_not_timed_is_not_one_of_no_time():
     assert row([None, 2.0, 2.0, 1.0, 1.0, 1.0])["seconds_until_mended"] == 4.0
     with pytest.raises(RuntimeError, match="a job: step 1 was not measured"):
         row([None, None, 2.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(("measured_at_s", "is_right"), [(None, False), (5.0, False), (3.0, True)])
+def test_a_recovery_by_an_estimate_is_none_by_measurements(tmp_path, monkeypatch, measured_at_s, is_right):
+    """Of an emulated job, whose worker dies at 4 s."""
+    journal = {
+        "decision": [{"t_s": 0.0}, {"t_s": 4.0}],
+        "measured": [{"t_s": measured_at_s}] if measured_at_s is not None else [],
+    }
+    monkeypatch.setattr(emulated_jobs, "events", lambda _, name: journal[name])
+    told, _ = emulated_jobs.emulation(
+        emulated_jobs.layer(1.0), emulated_jobs.layer(0.0), stages=2, microbatches=4, steps=1
+    )
+    told.profile.save(tmp_path / "profile.json")
+    if is_right:
+        assert emulated_jobs.measured_costs(tmp_path) == told.profile.costs
+        return
+    with pytest.raises(RuntimeError, match="before the planner knew what layers take"):
+        emulated_jobs.measured_costs(tmp_path)
+
+
+def test_the_planner_of_an_emulated_job_is_not_told_what_layers_take():
+    told, truth = emulated_jobs.emulation(
+        emulated_jobs.layer(1.0), emulated_jobs.layer(0.0), stages=4, microbatches=4, steps=1
+    )
+    assert {one.forward_s for one in told.profile.costs.layers[1:-1]} == {0.5}
+    times = [one.forward_s for one in truth.costs.layers[1:-1]]
+    assert len(set(times)) == 8
+    assert all(0.9 <= one <= 1.1 for one in times)
+    assert truth.costs.layers[-1].forward_s == 2.0, "as much as a middle stage"
+    assert "truth" not in {field.name for field in dataclasses.fields(told)}
 
 
 USUAL = {"decision_ms": 10.0, "rank_bytes": 1000, "rank_ms": 2.0, "coordinator_mb": 300, "unsteady": 1.1}

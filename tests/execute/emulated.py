@@ -138,7 +138,7 @@ class Accelerator(Held):
         if self._truth is None:
             return reduce_s(self._costs, first, last, holders, self._copies)
         num_bytes = sum(layer.gradient_bytes for layer in self._costs.layers[first:last])
-        return self._truth.reduced_s(num_bytes, holders) * self._more_or_less()
+        return self._truth.reduced_s(num_bytes, holders, self._copies) * self._more_or_less()
 
     def microbatches_of(self, step: int) -> int:
         return self._microbatches

@@ -1,7 +1,7 @@
 """What a job of emulated accelerators is to do, and the planner that its coordinator asks.
 
-Import it before ``odyssey run`` starts (``JobServer.start([..., "tests.execute.emulation"])``): it puts its planner in
-the product's place. Everything else, ``decide()`` and ``verify()`` too, is the product.
+``tests/execute/preload.py`` puts that planner in the product's place, in the process that jobs are forked from.
+Everything else, ``decide()`` and ``verify()`` too, is the product.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.plan.checking.simulate import reduce_hops
 from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.placing.memory import activation_caps
@@ -24,10 +25,9 @@ from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.plan.scheduling.programs import Programs
 from odyssey_megatron.plan.scheduling.reductions import with_reductions
 from odyssey_megatron.plan.scheduling.visits import Visits
-from odyssey_megatron.policy import planner
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
-from odyssey_megatron.policy.planner import Decided
+from odyssey_megatron.policy.planner import Decided, PolicyPlanner
 from odyssey_megatron.studies.baselines import fused
 
 
@@ -46,11 +46,14 @@ class Truth:
     reduce_bytes_per_s: float
     """A sum over holders: by rate and start of its own, since a collective does not run at a message's."""
 
-    def reduced_s(self, num_bytes: int, holders: int) -> float:
-        """Of ``num_bytes`` gradients over so many holders, without noise."""
+    def reduced_s(self, num_bytes: int, holders: int, copies: int = 0) -> float:
+        """Of ``num_bytes`` gradients over so many holders, without noise; less where ``copies`` of a slice are kept."""
         if holders < 2:
             return 0.0
-        return self.reduce_latency_s * holders + num_bytes * (holders - 1) / holders / self.reduce_bytes_per_s
+        whole_s = (
+            self.reduce_latency_s * holders + num_bytes * (holders - 1) / holders / self.reduce_bytes_per_s
+        )
+        return whole_s * reduce_hops(holders, copies) / reduce_hops(holders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +102,7 @@ def load_truth(run_dir: str | Path) -> Truth | None:
     return from_json(Truth, path.read_text()) if path.exists() else None
 
 
-class EmulationPlanner(planner.PolicyPlanner):
+class EmulationPlanner(PolicyPlanner):
     """The product's planner, told about slow workers, which the control plane does not measure yet.
 
     The profile is as it was posted, and what the ranks measure: nothing where everything takes what the profile says.
@@ -140,9 +143,6 @@ class EmulationPlanner(planner.PolicyPlanner):
         return replace(
             state, workers=tuple(replace(w, speed=speeds.get(w.worker, 1.0)) for w in state.workers)
         )
-
-
-planner.PolicyPlanner = EmulationPlanner
 
 
 def one_f_one_b(plan: Plan, costs: Costs) -> Plan:

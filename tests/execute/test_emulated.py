@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -34,9 +36,20 @@ SPEEDS = {3: 0.5}
 
 @pytest.fixture(scope="module")
 def emulating():
-    server = JobServer.start(["tests.launch.preload", "tests.execute.emulation"])
+    server = JobServer.start(["tests.execute.preload"])
     yield server
     server.close()
+
+
+def test_only_what_jobs_are_forked_from_has_another_planner():
+    """Whoever imports a job's description, or a benchmark of such jobs, goes on with the product's planner."""
+    program = "import importlib; from odyssey_megatron.policy import planner as product"
+    for module in ("tests.execute.emulation", "tests.benchmarks.slow_emulated", "tests.execute.preload"):
+        program += f"; importlib.import_module({module!r}); print(product.PolicyPlanner.__name__)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["PolicyPlanner", "PolicyPlanner", "EmulationPlanner"]
 
 
 @pytest.mark.parametrize("policy", ["reroute", "replan"])
