@@ -12,6 +12,7 @@ from odyssey_megatron.policy.costs.block_configs import UnlikeLayers
 from odyssey_megatron.policy.costs.estimate import (
     AttentionShape,
     Experts,
+    Links,
     Precision,
     estimated_profile,
     share_of_experts,
@@ -20,6 +21,9 @@ from odyssey_megatron.policy.costs.profile import Profile
 
 EFFICIENCY = 0.45
 """Share of the peak that a well-tuned Megatron job reaches inside a layer (model FLOPs utilisation)."""
+LINK_EFFICIENCY = 0.8
+"""Share of a link's rate that NCCL's collectives reach with large messages: on eight A100s nccl-tests find about 235 of
+300 GB/s."""
 _HEADROOM_PERCENT = OdysseyConfig().memory_headroom_percent
 _Named = TypeVar("_Named")
 
@@ -32,6 +36,19 @@ class Accelerator:
     memory_bytes: int
     link_bytes_per_s: float
     """Rate between nodes for one GPU: that of its network card."""
+    node_bytes_per_s: float
+    """Rate of NVLink in one direction for one GPU."""
+    node_gpus: int = 8
+    """Number of GPUs that NVLink joins."""
+
+    @property
+    def links(self) -> Links:
+        """The links among the ranks of a worker."""
+        return Links(
+            node_bytes_per_s=self.node_bytes_per_s * LINK_EFFICIENCY,
+            card_bytes_per_s=self.link_bytes_per_s * LINK_EFFICIENCY,
+            node_gpus=self.node_gpus,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +108,7 @@ class Model:
             experts=replace(self.experts, parts=expert_parts) if self.experts else None,
             mtp_num_layers=self.mtp_num_layers,
             unlike=self.unlike,
+            links=device.links,
         )
 
     @property
@@ -157,12 +175,26 @@ MODELS = {
 
 GIB = 2**30
 ACCELERATORS = {
-    "a100": Accelerator(peak_flops_per_s=312e12, memory_bytes=80 * GIB, link_bytes_per_s=25e9),
-    "h100": Accelerator(peak_flops_per_s=989e12, memory_bytes=80 * GIB, link_bytes_per_s=50e9),
-    "h200": Accelerator(peak_flops_per_s=989e12, memory_bytes=141 * GIB, link_bytes_per_s=50e9),
-    "b200": Accelerator(peak_flops_per_s=2250e12, memory_bytes=180 * GIB, link_bytes_per_s=50e9),
+    "a100": Accelerator(
+        peak_flops_per_s=312e12, memory_bytes=80 * GIB, link_bytes_per_s=25e9, node_bytes_per_s=300e9
+    ),
+    "h100": Accelerator(
+        peak_flops_per_s=989e12, memory_bytes=80 * GIB, link_bytes_per_s=50e9, node_bytes_per_s=450e9
+    ),
+    "h200": Accelerator(
+        peak_flops_per_s=989e12, memory_bytes=141 * GIB, link_bytes_per_s=50e9, node_bytes_per_s=450e9
+    ),
+    "b200": Accelerator(
+        peak_flops_per_s=2250e12, memory_bytes=180 * GIB, link_bytes_per_s=50e9, node_bytes_per_s=900e9
+    ),
     # A rack of 72 has 180 PFLOPS and 13.4 TB.
-    "gb200": Accelerator(peak_flops_per_s=2500e12, memory_bytes=186 * 10**9, link_bytes_per_s=50e9),
+    "gb200": Accelerator(
+        peak_flops_per_s=2500e12,
+        memory_bytes=186 * 10**9,
+        link_bytes_per_s=50e9,
+        node_bytes_per_s=900e9,
+        node_gpus=72,
+    ),
 }
 
 

@@ -17,7 +17,7 @@ from odyssey_megatron.policy.costs.profile import Profile, load_profile
 from odyssey_megatron.studies import launch_line
 from odyssey_megatron.studies.fitting import fitted
 from odyssey_megatron.studies.launch_line import LaunchLine
-from odyssey_megatron.studies.presets import ACCELERATORS, EFFICIENCY, MODELS, named
+from odyssey_megatron.studies.presets import ACCELERATORS, EFFICIENCY, LINK_EFFICIENCY, MODELS, named
 from odyssey_megatron.studies.trace import gpus_at
 
 MAX_GPUS = 16_384
@@ -215,7 +215,8 @@ def _source(profile: Profile) -> str:
     if profile.source == "measured":
         return f"costs are measured, of {profile.samples} microbatches"
     return (
-        f"costs are estimated from FLOPs at {EFFICIENCY:.0%} of the GPU's peak, without communication inside layers; "
+        f"costs are estimated from FLOPs at {EFFICIENCY:.0%} of the GPU's peak, and what ranks of a worker exchange at "
+        f"{LINK_EFFICIENCY:.0%} of their links' rates; "
         "--fit takes what runs have measured, and --profile what one of the same model has"
     )
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, estimated_profile
+from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, Links, estimated_profile
 from odyssey_megatron.policy.costs.profile import Observation, Profile, calibrate, load_profile
 from tests.plan.samples import uniform_costs
 
@@ -110,6 +110,37 @@ def test_estimate_counts_parameters_and_flops():
     assert cut.layers[1].forward_s == pytest.approx(transformer.forward_s / 2)
     assert cut.layers[1].weight_bytes == transformer.weight_bytes, "all ranks have all weights"
     assert cut.message_bytes * 2 == LLAMA.costs.message_bytes
+
+
+def test_what_ranks_of_a_worker_exchange_takes_time():
+    """512 tokens of 512 numbers of 2 bytes, of which tensor-parallel ranks sum two in each direction of a layer."""
+    links, message = Links(node_bytes_per_s=1e11, card_bytes_per_s=1e10), 512 * 512 * 2
+    sizes = {"num_transformer_layers": 4, **SHAPE}
+
+    def more_s(**more):
+        alone, beside = estimated_profile(**sizes, **more), estimated_profile(**sizes, **more, links=links)
+        assert alone.operations == beside.operations
+        pairs = [*zip(alone.costs.layers, beside.costs.layers, strict=True)][2:4]
+        kinds = ("forward_s", "input_grad_s", "weight_grad_s")
+        return [tuple(getattr(b, kind) - getattr(a, kind) for kind in kinds) for a, b in pairs]
+
+    sums_s = 2 * 2 * 3 / 4 * message / 1e11
+    assert more_s() == [(0.0, 0.0, 0.0)] * 2
+    assert more_s(tensor_parallel_size=4) == [pytest.approx((sums_s, sums_s, 0.0))] * 2
+    beyond_s = 2 * 2 * 15 / 16 * message / 1e10
+    assert more_s(tensor_parallel_size=16) == [pytest.approx((beyond_s, beyond_s, 0.0))] * 2
+    again = more_s(tensor_parallel_size=4, recomputed_share=1.0)
+    assert again == [pytest.approx((sums_s, 2 * sums_s, 0.0))] * 2
+
+    experts = Experts(layers=frozenset({2, 4}), count=32, topk=2, ffn_hidden_size=704)
+    of_four, of_16 = (more_s(experts=replace(experts, parts=parts)) for parts in (4, 16))
+    there_and_back_s = 2 * 2 * message * 3 / 4 / 1e11
+    assert of_four[0] == pytest.approx((there_and_back_s, there_and_back_s, 0.0)), "within a node"
+    assert of_four[1] == (0.0, 0.0, 0.0), "no experts"
+    most_s = 2 * 2 * message * 8 / 16 / 1e10
+    assert of_16[0] == pytest.approx((most_s, most_s, 0.0)), "half of them go to another node"
+    cut = more_s(tensor_parallel_size=4, experts=experts)
+    assert cut[0] == pytest.approx((sums_s, sums_s, 0.0)), "cut like other weights"
 
 
 def test_layers_with_experts_cost_what_they_cost():

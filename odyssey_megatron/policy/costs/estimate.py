@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.policy.costs.profile import Profile
@@ -136,6 +137,28 @@ class Precision:
         return (self.moments_bytes or 2 * long) + (long if self.dtype_bytes < long else 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The links among the ranks of a worker. By default nothing that they exchange takes time."""
+
+    node_bytes_per_s: float = inf
+    """What one GPU sends, and receives meanwhile, to others of its node."""
+    card_bytes_per_s: float = inf
+    """The same, to other nodes."""
+    node_gpus: int = 8
+
+    def sum_s(self, size: float, ranks: int) -> float:
+        """Return the seconds in which ``ranks``, next to each other, sum ``size`` bytes of each in a ring."""
+        rate = self.node_bytes_per_s if ranks <= self.node_gpus else self.card_bytes_per_s
+        return 2 * (ranks - 1) / ranks * size / rate
+
+    def each_to_each_s(self, size: float, ranks: int) -> float:
+        """Return the seconds in which each of ``ranks`` sends ``size`` bytes, equally many to each, itself included."""
+        near = min(ranks, self.node_gpus)
+        within, beyond = (near - 1) / ranks * size, (ranks - near) / ranks * size
+        return max(within / self.node_bytes_per_s, beyond / self.card_bytes_per_s)
+
+
 def estimated_profile(
     *,
     num_transformer_layers: int,
@@ -159,38 +182,54 @@ def estimated_profile(
     experts: Experts | None = None,
     mtp_num_layers: int = 0,
     unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
+    links: Links = Links(),  # frozen
 ) -> Profile:
-    """Return the costs of a decoder-only transformer, estimated from FLOPs.
+    """Return the costs of a decoder-only transformer, estimated from FLOPs, and from what ``links`` pass.
 
     A matrix product costs 2 FLOPs per weight and token, its two gradients the same each. Attention scores cost ``2 * 2
     * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight gradient.
     Activations count what a fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all that is kept;
     without, each keeps the inputs of norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198,
     section 4.2).
+
+    In a layer's forward, and again in its input gradient, tensor-parallel ranks sum all hidden states behind attention
+    and behind a dense MLP (or gather and scatter them, which takes as long; Shoeybi et al., arXiv 1909.08053, section
+    3). Where experts are spread, each token goes to ``topk`` of them and comes back.
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
     layer = functools.partial(_layer_cost, precision=precision, parts=tp)
 
-    def transformer(attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
+    message = tokens * hidden_size * precision.dtype_bytes
+
+    def exchanged_s(attention: AttentionShape, ffn: int, spread: int) -> float:
+        apart = spread and parts != tp  # on other ranks, and not cut like other weights
+        sums = bool(attention.weights) + bool(ffn or (spread and not apart))
+        sent = experts.topk * message / tp if experts and apart else 0.0
+        return sums * links.sum_s(message, tp) + 2 * links.each_to_each_s(sent, parts)
+
+    def transformer(
+        attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int, between_s: float = 0.0
+    ) -> LayerCost:
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
-        again, forward_s = recomputed_share, matmul_s + scores_s
+        again, forward_s = recomputed_share, matmul_s + scores_s + between_s
         kept = again * whole / 4 + (1 - again) * (whole + attention.kept + products * passed)
         held = attention.weights + hidden_size * (products * (ffn + spread * tp // parts) + routed + 2)
         return layer((forward_s, (1 + again) * forward_s + scores_s, matmul_s), round(tokens * kept), held)
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
-    inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
+    inner, copied = [transformer(*one, exchanged_s(*one[:3])) for one in shapes], message / tp
+    computed = [transformer(*one) for one in shapes]
     copy_s, again = copied / _COPIED_BYTES_PER_S, inner[-1:] * mtp_num_layers
     first, last, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
     return Profile(
-        operations=((copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*inner, last))),
+        operations=((copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*computed, last))),
         costs=Costs(
             layers=(first, *inner, last),
             tied=tied,
-            message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
+            message_bytes=message // (tp if sequence_parallel else 1),
             link_latency_s=link_latency_s,
             link_bytes_per_s=link_bytes_per_s,
             memory_bytes=memory_bytes,
