@@ -17,7 +17,9 @@ quarter longer behind than before, or the reverse (``unsteady``), the incident i
 where it still does, the bar ``steady`` is missed. Of whatever else has a bar, the largest of all repeats counts.
 
 ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its program and the groups that it is in,
-on such a core, too. ``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes
+on such a core, too. ``rest_bytes`` and ``rest_ms``: the same of a step that goes on when each
+has done half of it: what a rank exchanges with others, and its CPU until it has the rest of its program, without the
+time on the network. ``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes
 longer to decide on. ``coordinator_mb`` is that process at its largest, of which torch takes most (``torch_mb``: once it
 is imported, before there is a job).
 """
@@ -61,11 +63,13 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.placing.groups import group_members
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.scheduling.smaller import StepPlan
 from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.policy.costs.measured import LinkTimes, Measured
 from odyssey_megatron.policy.costs.profile import Observation, Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.benchmarks.bars import Bar, at_most, finish
+from tests.benchmarks.going_on import go_on
 from tests.plan.samples import preset_profile
 
 CLUSTERS = (
@@ -371,7 +375,15 @@ def measure(
         ranks.die(lost)
         cpu_ms, wall_ms, core_ms, unsteady = pipe.recv()
         workers = [one for one in range(gpus // tp) if one not in lost]
-        several = [read(2, worker * tp, tp, reader) for worker in workers[:: max(1, len(workers) // 16)]]
+        some = workers[:: max(1, len(workers) // 16)]
+        several = [read(2, worker * tp, tp, reader) for worker in some]
+        rests = [
+            go_on(
+                StepPlan(layout=one.plan.layout, program=one.plan.program(worker)),
+                Cell(rank=worker * tp, size=tp),
+            )
+            for worker, (one, _, _) in zip(some, several, strict=True)
+        ]
         reading_ms = loop_ms()
         pipe.send("end")
         torch_mb, most_mb = pipe.recv()
@@ -395,6 +407,9 @@ def measure(
         "unsteady": round(unsteady, 2),
         "rank_bytes": max(size for _, size, _ in several),
         "rank_ms": round(max(ms for _, _, ms in several) * LOOP_MS / reading_ms, 1),
+        "rest_bytes": max(size for size, _ in rests),
+        "rest_ms": round(max(ms for _, ms in rests) * LOOP_MS / reading_ms, 1),
+        "blocks": len(generation.plan.layout.blocks()),
         "rehearsed_s": round(rehearsed_s, 1),
         "torch_mb": round(torch_mb),
         "coordinator_mb": round(most_mb),
@@ -414,7 +429,7 @@ def steady(*incident: Any) -> dict[str, Any]:
 def worst(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The repeat with the longest decision; with the largest of all repeats of what else has a bar."""
     slowest = max(several, key=lambda one: float(one["decision_ms"]))
-    others = ("rank_bytes", "rank_ms", "coordinator_mb", "unsteady")
+    others = ("rank_bytes", "rank_ms", "rest_bytes", "rest_ms", "coordinator_mb", "unsteady")
     return slowest | {key: max(one[key] for one in several) for key in others}
 
 
@@ -424,6 +439,8 @@ def judged(name: str, row: dict[str, Any], limit_ms: float, limit_mb: float) -> 
         at_most(f"{name}_decision_ms", float(row["decision_ms"]), limit_ms),
         at_most(f"{name}_rank_bytes", float(row["rank_bytes"]), 65536),
         at_most(f"{name}_rank_ms", float(row["rank_ms"]), 20),
+        at_most(f"{name}_rest_bytes", float(row["rest_bytes"]), 65536),
+        at_most(f"{name}_rest_ms", float(row["rest_ms"]), 20),
         at_most(f"{name}_coordinator_mb", float(row["coordinator_mb"]), limit_mb),
         at_most(f"{name}_steady", float(row["unsteady"]), UNSTEADY),
     ]
