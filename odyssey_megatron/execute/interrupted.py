@@ -81,9 +81,9 @@ def can_resume(
     if cell_group is not None:
         digest = hashlib.sha256(progress.table.numpy().tobytes()).digest()
         number = int.from_bytes(digest[:7])  # a whole table is hundreds of KB in a large job
-        both = torch.tensor([number, -number], device=device)
+        both = torch.tensor([number, -number]).to(device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell_group)
-        alike = bool(both[0] == -both[1])
+        alike = torch.equal(both[0], -both[1])
     rows = progress.rows()
     return (
         alike
