@@ -1,12 +1,13 @@
 """How the survivors go on with a step that a failure has interrupted, once they know where they stand.
 
 What each worker has done of the step stays, where the new plan lets it (``plan/scheduling/resume.py``). The survivors
-sum a table of that, and each works out the rest of its own program from the sum. Where that cannot be, all do
-the step again.
+tell each other which messages have been computed and which have been used, in two bits each, and each works out the
+rest of its own program from that. Where that cannot be, all do the step again.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from odyssey_megatron.execute.interpreter import Compute
 from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.schedule import Program
-from odyssey_megatron.plan.scheduling.resume import fits, rest, usable
+from odyssey_megatron.plan.scheduling.resume import Levels, cuts_of, fits, levels_at, rest, runs_apart, usable
 from odyssey_megatron.plan.scheduling.smaller import StepPlan
 
 
@@ -53,60 +54,57 @@ def go_on(
         progress: What this rank has done of the step.
         keep: Whether that may stay.
     """
-    resumable = keep and can_resume(cell_group, plan.layout, cell.worker, progress, device)
+    resumable = keep and can_resume(cell_group, plan, cell.worker, progress, device)
     flags = torch.tensor([progress.table.any(), not resumable], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     begun, stuck = flags.tolist()
     if not begun or stuck:
         return Rest(bool(begun))
     progress.bring_back()
-    return Rest(True, *what_is_left(group, cell_group, plan, cell, progress, compute, device))
+    own = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
+    levels, taken_up = tell(group, plan.layout, cell, progress, own)
+    return Rest(True, rest(plan.program, progress.rows(), levels), taken_up)
 
 
 def can_resume(
     cell_group: dist.ProcessGroup | None,
-    layout: Layout,
+    plan: StepPlan,
     worker: int,
     progress: Progress,
     device: torch.device,
 ) -> bool:
-    """Return whether what ``worker`` has done of the interrupted step can stay under the new ``layout``.
+    """Return whether what ``worker`` has done of the interrupted step can stay under the new ``plan``.
 
     Collective over the ranks of its cell, which must be equally far. Without a group the cell has one rank.
     """
     alike = True
     if cell_group is not None:
-        both = torch.stack([progress.table.int(), -progress.table.int()]).to(device)
+        digest = hashlib.sha256(progress.table.numpy().tobytes()).digest()
+        number = int.from_bytes(digest[:7])  # a whole table is hundreds of KB in a large job
+        both = torch.tensor([number, -number]).to(device)
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=cell_group)
         alike = torch.equal(both[0], -both[1])
-    return alike and progress.whole and fits(layout, worker, progress.table.tolist())
+    rows = progress.rows()
+    return (
+        alike
+        and progress.whole
+        and fits(plan.layout, worker, rows)
+        and not runs_apart(plan.program, rows, cuts_of(plan.layout))
+    )
 
 
-def what_is_left(
-    group: dist.ProcessGroup,
-    cell_group: dist.ProcessGroup | None,
-    plan: StepPlan,
-    cell: Cell,
-    progress: Progress,
-    compute: Compute,
-    device: torch.device,
-) -> tuple[Program | None, int]:
-    """Return the rest of the step's program for this rank's worker; None if all must do the step again.
+def tell(
+    group: dist.ProcessGroup, layout: Layout, cell: Cell, progress: Progress, taken_up: int
+) -> tuple[Levels, int]:
+    """Return how far all workers are at the cuts between blocks, and the sum of their ``taken_up``.
 
-    Collective. The second value is the number of eager forwards that all workers together go on with.
+    Collective over ``group``. The first rank of each cell speaks for it.
     """
-    taken_up = take_up(cell_group, plan.layout, cell.worker, progress, compute, device)
-    counted = torch.tensor([taken_up], dtype=torch.int32)
-    total = torch.cat([progress.table.int().flatten(), counted]) * cell.places
+    cuts = cuts_of(layout)
+    words = torch.from_numpy(levels_at(cuts, progress.table.numpy()))
+    total = torch.cat([words, torch.tensor([taken_up], dtype=torch.int32)]) * (cell.index == 0)
     dist.all_reduce(total, group=group)
-    *flat, taken_up = (total // cell.full).tolist()
-    width = plan.layout.num_layers
-    table = [flat[at : at + width] for at in range(0, len(flat), width)]
-    cuts = {block.first for block in plan.layout.blocks()}
-    left = rest(plan.program, table, cuts) if any(flat) else None
-    stuck = torch.tensor([left is None], dtype=torch.int32)
-    dist.all_reduce(stuck, op=dist.ReduceOp.MAX, group=group)
-    return (None, 0) if stuck.item() else (left, taken_up)
+    return Levels(cuts, total[:-1].numpy()), int(total[-1])
 
 
 def take_up(
@@ -121,13 +119,15 @@ def take_up(
 
     Collective over its cell: an eager forward that one of its ranks has not finished is dropped on all.
     """
-    visits = usable(layout, worker, progress.table.tolist(), progress.ahead)
+    visits = usable(layout, worker, progress.rows(), progress.ahead)
     if cell_group is not None:
-        mine = torch.zeros_like(progress.table).to(device)
+        routed = [microbatch for route in layout.routes for microbatch in route.microbatches]
+        numbers = {microbatch: number for number, microbatch in enumerate(routed)}
+        mine = torch.zeros(len(routed), layout.num_layers, dtype=torch.uint8, device=device)
         for microbatch, first, _ in visits:
-            mine[microbatch, first] = 1
+            mine[numbers[microbatch], first] = 1
         dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=cell_group)
-        visits = [visit for visit in visits if mine[visit[0], visit[1]]]
+        visits = [visit for visit in visits if mine[numbers[visit[0]], visit[1]]]
     progress.take_up(visits)
     compute.adopt(visits)
     return len(visits)

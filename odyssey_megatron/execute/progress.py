@@ -73,6 +73,11 @@ class Progress:
     def whole(self, whole: bool) -> None:
         self._whole = whole
 
+    def rows(self) -> dict[int, list[int]]:
+        """Return the rows of the table of the microbatches that have been begun."""
+        begun = self.table.any(dim=1).nonzero().flatten()
+        return dict(zip(begun.tolist(), self.table[begun].tolist(), strict=True))
+
     def leave(self, op: Op, microbatch: int, edge: int, tensor: torch.Tensor, word: Word = None) -> None:
         """Note a result, [s, b, h]. An alias is kept, since Megatron frees the storage of its output tensors."""
         self.results[op, microbatch, edge] = tensor.detach()

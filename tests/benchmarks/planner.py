@@ -17,7 +17,9 @@ quarter longer behind than before, or the reverse (``unsteady``), the incident i
 where it still does, the bar ``steady`` is missed. Of whatever else has a bar, the largest of all repeats counts.
 
 ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its program and the groups that it is in,
-on such a core, too. ``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes
+on such a core, too. ``rest_bytes`` and ``rest_ms``: the same of a step that goes on when each
+has done half of it: what a rank exchanges with others, and its CPU until it has the rest of its program, without the
+time on the network. ``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes
 longer to decide on. ``coordinator_mb`` is that process at its largest, of which torch takes most (``torch_mb``: once it
 is imported, before there is a job).
 """
@@ -61,11 +63,13 @@ from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.placing.groups import group_members
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.scheduling.smaller import StepPlan
 from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.policy.costs.measured import LinkTimes, Measured
 from odyssey_megatron.policy.costs.profile import Observation, Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.benchmarks.bars import Bar, at_most, finish
+from tests.benchmarks.going_on import go_on
 from tests.plan.samples import preset_profile
 
 CLUSTERS = (
@@ -81,6 +85,10 @@ LAYOUTS = {256: ("megatron", "auto")}
 DEAD = (1, 8, 64, "node")
 """So many workers all over the job, or all of one node, where it has several and the job survives that. Other ones in
 each repeat.
+"""
+MORE_DEAD: dict[int, tuple[int | str, ...]] = {32: ("again",), 256: (12, 24, 40, "again")}
+"""By GPUs, incidents besides. ``again``: a second worker dies as soon as there is a plan without the first one, long
+before what decisions look up has been worked out for that plan.
 """
 COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
@@ -182,6 +190,7 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     until(lambda: planner.rehearsed_s < math.inf)
     pipe.send(planner.rehearsed_s - planner.known_s)
     assert pipe.recv() == "clocks"
+    clocks.began = clocks.taken = None
     before_ms = loop_ms()
     pipe.send("ready")
     until(lambda: clocks.taken is not None)
@@ -296,17 +305,26 @@ class Ranks:
         for worker in workers:
             self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
 
+    def lose_one(self, workers: list[int]) -> int:
+        """Let the first of ``workers`` die, and take it out; return the number of the generation behind the next."""
+        self.die([workers.pop(0)])
+        self.control.wait([keys.generation_key(2)], MOST_S)
+        return 3
+
 
 def occurs(dead: int | str, gpus: int, tp: int, pp: int) -> bool:
     """Whether such an incident is measured in this cluster: a quarter of all workers at most, or a node of several
     workers that has not all replicas of a stage.
     """
-    return tp == 1 and gpus // pp > GPUS_A_NODE if dead == "node" else int(dead) * 4 <= gpus // tp
+    if dead == "node":
+        return tp == 1 and gpus // pp > GPUS_A_NODE
+    return (2 if dead == "again" else int(dead)) * 4 <= gpus // tp
 
 
 def lost_workers(layout: Layout, dead: int | str, repeat: int) -> list[int]:
     """Over pipelines and stages, such that some owner of each slice of state is left; of a node, one GPU each."""
     workers, found = layout.workers, set[int]()
+    dead = 2 if dead == "again" else dead
     if dead == "node":
         first = (repeat * 3 + 1) * GPUS_A_NODE % len(workers)
         return list(range(first, first + GPUS_A_NODE))
@@ -344,6 +362,20 @@ def read(number: int, rank: int, tp: int, control: CountingControl) -> tuple[Gen
     return generation, control.read_bytes, 1e3 * (time.thread_time() - began_s)
 
 
+def read_by_some(
+    number: int, workers: Sequence[int], tp: int, control: CountingControl
+) -> tuple[list[tuple[Generation, int, float]], list[tuple[int, float]]]:
+    """:func:`read` for some of ``workers``, and :func:`go_on` for the same ones."""
+    some = workers[:: max(1, len(workers) // 16)]
+    several = [read(number, worker * tp, tp, control) for worker in some]
+    plans = [
+        StepPlan(layout=one.plan.layout, program=one.plan.program(worker))
+        for worker, (one, _, _) in zip(some, several, strict=True)
+    ]
+    cells = [Cell(rank=worker * tp, size=tp) for worker in some]
+    return several, list(map(go_on, plans, cells))
+
+
 def measure(
     model: str, gpus: int, tp: int, pp: int, copies: int, dead: int | str, layout: str, repeat: int
 ) -> dict[str, Any]:
@@ -366,12 +398,14 @@ def measure(
         time.sleep(TAKEN_IN_S)
         reader = CountingControl.connect(host, port, TOKEN)
         lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, repeat)
+        gone = {*lost}
+        number = ranks.lose_one(lost) if dead == "again" else 2
         pipe.send("clocks")
         assert pipe.recv() == "ready"
         ranks.die(lost)
         cpu_ms, wall_ms, core_ms, unsteady = pipe.recv()
-        workers = [one for one in range(gpus // tp) if one not in lost]
-        several = [read(2, worker * tp, tp, reader) for worker in workers[:: max(1, len(workers) // 16)]]
+        workers = [one for one in range(gpus // tp) if one not in gone]
+        several, rests = read_by_some(number, workers, tp, reader)
         reading_ms = loop_ms()
         pipe.send("end")
         torch_mb, most_mb = pipe.recv()
@@ -395,6 +429,9 @@ def measure(
         "unsteady": round(unsteady, 2),
         "rank_bytes": max(size for _, size, _ in several),
         "rank_ms": round(max(ms for _, _, ms in several) * LOOP_MS / reading_ms, 1),
+        "rest_bytes": max(size for size, _ in rests),
+        "rest_ms": round(max(ms for _, ms in rests) * LOOP_MS / reading_ms, 1),
+        "blocks": len(generation.plan.layout.blocks()),
         "rehearsed_s": round(rehearsed_s, 1),
         "torch_mb": round(torch_mb),
         "coordinator_mb": round(most_mb),
@@ -414,7 +451,7 @@ def steady(*incident: Any) -> dict[str, Any]:
 def worst(several: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The repeat with the longest decision; with the largest of all repeats of what else has a bar."""
     slowest = max(several, key=lambda one: float(one["decision_ms"]))
-    others = ("rank_bytes", "rank_ms", "coordinator_mb", "unsteady")
+    others = ("rank_bytes", "rank_ms", "rest_bytes", "rest_ms", "coordinator_mb", "unsteady")
     return slowest | {key: max(one[key] for one in several) for key in others}
 
 
@@ -424,6 +461,8 @@ def judged(name: str, row: dict[str, Any], limit_ms: float, limit_mb: float) -> 
         at_most(f"{name}_decision_ms", float(row["decision_ms"]), limit_ms),
         at_most(f"{name}_rank_bytes", float(row["rank_bytes"]), 65536),
         at_most(f"{name}_rank_ms", float(row["rank_ms"]), 20),
+        at_most(f"{name}_rest_bytes", float(row["rest_bytes"]), 65536),
+        at_most(f"{name}_rest_ms", float(row["rest_ms"]), 20),
         at_most(f"{name}_coordinator_mb", float(row["coordinator_mb"]), limit_mb),
         at_most(f"{name}_steady", float(row["unsteady"]), UNSTEADY),
     ]
@@ -441,7 +480,7 @@ def main() -> int:
     bars: list[Bar] = []
     for model, gpus, tp, pp, limit_ms, limit_mb in CLUSTERS:
         layouts = LAYOUTS.get(gpus, ("megatron",))
-        for layout, copies, dead in itertools.product(layouts, COPIES, DEAD):
+        for layout, copies, dead in itertools.product(layouts, COPIES, (*DEAD, *MORE_DEAD.get(gpus, ()))):
             if gpus > options.most_gpus or not occurs(dead, gpus, tp, pp):
                 continue
             incident = (model, gpus, tp, pp, copies, dead, layout)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
+from odyssey_megatron.plan.scheduling.generate import build_schedule
+from tests.plan.samples import uniform_costs
 
 torch = pytest.importorskip("torch")
 
@@ -68,17 +71,36 @@ def progress_of(layout, *instructions):
 
 def test_what_a_rank_has_done_stays_if_the_plan_lets_it():
     from odyssey_megatron.execute.interrupted import can_resume
+    from odyssey_megatron.plan.schedule import parse_instr
+    from odyssey_megatron.plan.scheduling.smaller import StepPlan
 
     layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
-    device = torch.device("cpu")
-    assert can_resume(None, layout, 0, progress_of(layout), device), "it has not begun"
-    assert can_resume(None, layout, 0, progress_of(layout, "F0[0:2]", "I0[0:2]"), device)
-    assert not can_resume(None, layout, 1, progress_of(layout, "F0[0:2]"), device), "now another worker's"
-    assert not can_resume(None, layout, 0, progress_of(layout, "F0[0:3]"), device), "the plan cuts it"
+    device, program = torch.device("cpu"), (parse_instr("F0[0:2]"), parse_instr("B0[0:2]"))
+    plan = StepPlan(layout=layout, program=program)
+    assert can_resume(None, plan, 0, progress_of(layout), device), "it has not begun"
+    assert can_resume(None, plan, 0, progress_of(layout, "F0[0:2]", "I0[0:2]"), device)
+    assert not can_resume(None, plan, 1, progress_of(layout, "F0[0:2]"), device), "now another worker's"
+    assert not can_resume(None, plan, 0, progress_of(layout, "F0[0:3]"), device), "the plan cuts it"
+    assert not can_resume(None, plan, 0, progress_of(layout, "F0[0:1]"), device), "layers would run apart"
+
+
+def test_a_rank_reads_little_of_a_large_job_to_go_on_with_a_step():
+    """One of 16,384 GPUs: 2,048 workers in pipelines of 16, and 32 microbatches in each of these."""
+    from odyssey_megatron.cluster.cell import Cell
+    from odyssey_megatron.plan.scheduling.smaller import StepPlan
+    from tests.benchmarks.going_on import go_on
+
+    pipeline = megatron_layout(num_layers=82, pipeline_size=16, num_workers=16, num_microbatches=32)
+    schedule = build_schedule(pipeline, uniform_costs(82))
+    for worker in (0, 7, 15):
+        plan = StepPlan(layout=replace(pipeline, step_microbatches=4096), program=schedule.program(worker))
+        exchanged_bytes, _ = go_on(plan, Cell(rank=8 * worker, size=8))
+        assert exchanged_bytes <= 65536
 
 
 def test_gradients_that_were_cut_off_half_way_do_not_stay():
     from odyssey_megatron.execute.interrupted import can_resume
+    from odyssey_megatron.plan.scheduling.smaller import StepPlan
 
     layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
     progress = progress_of(layout, "F0[0:2]")
@@ -87,13 +109,13 @@ def test_gradients_that_were_cut_off_half_way_do_not_stay():
     assert progress.whole
     with pytest.raises(RuntimeError), progress.adding():
         raise RuntimeError("a collective of the cell was aborted")
-    assert not can_resume(None, layout, 0, progress, torch.device("cpu"))
+    assert not can_resume(None, StepPlan(layout=layout, program=()), 0, progress, torch.device("cpu"))
 
 
 def test_weight_gradients_that_ran_beside_their_input_gradient_are_done():
     """The input gradient is noted behind them, and makes nothing undone."""
     from odyssey_megatron.plan.schedule import parse_instr
-    from odyssey_megatron.plan.scheduling.resume import rest
+    from odyssey_megatron.plan.scheduling.resume import Levels, cuts_of, levels_at, rest
 
     layout = layout_from_routes(4, (pipeline_route((0,), (4,), (0,)),))
     progress = progress_of(layout, "F0[0:4]")
@@ -108,8 +130,8 @@ def test_weight_gradients_that_ran_beside_their_input_gradient_are_done():
     program = tuple(
         map(parse_instr, "I0[0:4] W0[2:4] REDUCE_GRAD[2:4] W0[0:2] REDUCE_GRAD[0:2] STEP".split())
     )
-    left = rest(program, progress.table.tolist(), {0, 2})
-    assert left is not None
+    cuts = cuts_of(layout) | {2}
+    left = rest(program, progress.rows(), Levels(cuts, levels_at(cuts, progress.table.numpy())))
     assert " ".join(map(str, left)) == "REDUCE_GRAD[2:4] W0[0:2] REDUCE_GRAD[0:2] STEP"
 
 

@@ -172,11 +172,10 @@ def test_only_a_holder_runs_ahead():
 
 def test_usable_is_what_the_new_plan_gives_to_who_has_it():
     after = reroute(PP4, {0, 1, 3}, COSTS)
-    table = [[0] * 10 for _ in range(8)]
-    table[0][3:5] = [BEGINS + 1, 1]
+    rows = {0: [0, 0, 0, BEGINS + 1, 1, 0, 0, 0, 0, 0]}
     ahead = [(0, 5, 7), (3, 5, 7), (1, 0, 3), (2, 7, 10)]
-    assert usable(after, 1, table, ahead) == [(0, 5, 7), (3, 5, 7)]
-    assert usable(after, 3, table, ahead[:3]) == [], "the first stage is alive"
-    table[3][5:7] = [BEGINS + 1, 1]
-    assert usable(after, 1, table, ahead) == [(0, 5, 7)], "done by itself already"
-    assert usable(after, 1, table, [(0, 5, 6)]) == [], "in the middle of a model chunk"
+    assert usable(after, 1, rows, ahead) == [(0, 5, 7), (3, 5, 7)]
+    assert usable(after, 3, rows, ahead[:3]) == [], "the first stage is alive"
+    rows[3] = [0, 0, 0, 0, 0, BEGINS + 1, 1, 0, 0, 0]
+    assert usable(after, 1, rows, ahead) == [(0, 5, 7)], "done by itself already"
+    assert usable(after, 1, rows, [(0, 5, 6)]) == [], "in the middle of a model chunk"

@@ -7,6 +7,7 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,18 @@ from odyssey_megatron.plan.placing.memory import state_bytes
 from odyssey_megatron.plan.placing.redundancy import with_shadows
 from odyssey_megatron.plan.schedule import COMPUTE, MESSAGE, SEND, Instr, Op, Schedule
 from odyssey_megatron.plan.scheduling.generate import build_schedule
-from odyssey_megatron.plan.scheduling.resume import BEGINS, REACHES, done_visits, fits, rest, usable
+from odyssey_megatron.plan.scheduling.resume import (
+    BEGINS,
+    REACHES,
+    Levels,
+    cuts_of,
+    done_visits,
+    fits,
+    levels_at,
+    rest,
+    runs_apart,
+    usable,
+)
 from odyssey_megatron.policy.policies.drop import drop_pipelines
 from odyssey_megatron.policy.policies.shift import shift_layers
 from odyssey_megatron.policy.routes.rerouting import reroute
@@ -174,26 +186,46 @@ class Running:
 
     def take_up(self, layout):
         for worker, ahead in self.ahead.items():
-            visits = usable(layout, worker, self.tables[worker], ahead)
+            visits = usable(layout, worker, begun(self.tables[worker]), ahead)
             for microbatch, first, last in visits:
                 self._compute(worker, Instr(Op.FORWARD, microbatch, first, last))
             self.saved += len(visits)
             ahead.clear()
 
 
+def begun(table):
+    return {microbatch: row for microbatch, row in enumerate(table) if any(row)}
+
+
 def goes_on(running, layout, schedule):
     """What the survivors agree on."""
-    if not all(fits(layout, worker, table) for worker, table in running.tables.items()):
+    programs, cuts = dict(schedule.programs), cuts_of(layout)
+
+    def apart():
+        return [
+            runs_apart(programs.get(worker, ()), begun(table), cuts)
+            for worker, table in running.tables.items()
+        ]
+
+    if not all(fits(layout, worker, begun(table)) for worker, table in running.tables.items()):
         return None
+    before = apart()
     running.take_up(layout)
-    return resumed(layout, schedule, running.total())
+    assert apart() == before
+    return None if any(before) else resumed(layout, schedule, running.tables)
 
 
-def resumed(layout, schedule, table):
-    """Each worker's own part, as each finds it by itself; None if one of them cannot go on."""
-    cuts = {block.first for block in layout.blocks()}
-    parts = tuple((worker, rest(program, table, cuts)) for worker, program in schedule.programs)
-    return None if any(part is None for _, part in parts) else Schedule(programs=parts)
+def resumed(layout, schedule, tables):
+    """Each worker's own part, as each finds it by itself."""
+    cuts = cuts_of(layout)
+    told = [levels_at(cuts, np.array(table, dtype=np.uint8)) for table in tables.values()]
+    levels = Levels(cuts, np.sum(told, axis=0, dtype=np.int32))
+    return Schedule(
+        programs=tuple(
+            (worker, rest(program, begun(tables.get(worker, ())), levels))
+            for worker, program in schedule.programs
+        )
+    )
 
 
 @st.composite
@@ -321,7 +353,7 @@ def test_a_takeover_by_the_neighbour_goes_on_without_a_message():
     layout = type(layout)(holders=((0, 2), (0, 2), (0, 1), (0, 1)), routes=layout.routes)
     after = reroute(layout, {0, 2}, costs)
     table = [[BEGINS + 1, 1, 0, 0]]
-    left = resumed(after, build_schedule(after, costs), table)
+    left = resumed(after, build_schedule(after, costs), {0: table})
     assert str(left.program(0)[0]) == "F0[2:4]"
     assert [str(i) for i in left.program(0) if i.op in COMPUTE] == [
         "F0[2:4]", "I0[2:4]", "I0[0:2]", "W0[2:4]", "W0[0:2]",
@@ -330,9 +362,9 @@ def test_a_takeover_by_the_neighbour_goes_on_without_a_message():
 
 def test_a_visit_that_the_plan_cuts_is_done_again():
     layout = layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),))
-    assert fits(layout, 0, [[BEGINS + 2, 2, 0, 0]])
-    assert not fits(layout, 0, [[BEGINS + 2, 2, 2, 0]])
-    assert not fits(layout, 1, [[BEGINS + 1, 1, 0, 0]])
+    assert fits(layout, 0, {0: [BEGINS + 2, 2, 0, 0]})
+    assert not fits(layout, 0, {0: [BEGINS + 2, 2, 2, 0]})
+    assert not fits(layout, 1, {0: [BEGINS + 1, 1, 0, 0]})
 
 
 @pytest.mark.parametrize("done", [(0, 2), (2, 4)])
@@ -341,10 +373,10 @@ def test_a_visit_whose_weight_gradients_have_run_in_part_is_not_cut(done):
     progress = Progress(1, 5, keeps=True)
     for op, first, last in ((Op.FORWARD, 0, 4), (Op.INPUT_GRAD, 0, 4), (Op.WEIGHT_GRAD, *done)):
         progress.reached(Instr(op, 0, first, last), op)
-    table = progress.table.tolist()
-    assert {(first, last) for first, last, _ in done_visits(table[0])} == {(0, 2), (2, 4)}
+    rows = progress.rows()
+    assert {(first, last) for first, last, _ in done_visits(rows[0])} == {(0, 2), (2, 4)}
     for ends, keeps in {(4, 5): True, (2, 5): False, (3, 5): False}.items():
-        assert fits(layout_from_routes(5, (pipeline_route((0, 1), ends, (0,)),)), 0, table) == keeps
+        assert fits(layout_from_routes(5, (pipeline_route((0, 1), ends, (0,)),)), 0, rows) == keeps
 
 
 def test_a_row_tells_its_visits():

@@ -149,5 +149,5 @@ def test_a_worker_that_is_visited_twice():
     sent = to_wire(generation, 1)
     found = from_wire(from_json(Head, sent.head), 2, from_json(WorkerPart, sent.parts[2]), "STEP").plan.layout
     row = [BEGINS + 1, 0, BEGINS + 1]
-    assert fits(found, 2, [row])
-    assert not fits(found, 1, [row])
+    assert fits(found, 2, {0: row})
+    assert not fits(found, 1, {0: row})

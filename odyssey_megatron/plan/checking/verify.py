@@ -237,7 +237,9 @@ class _Check:
         elif does & 1 << WEIGHT_GRAD:
             if visit in self.parts:
                 return f"layer(s) {list(range(visits.first[visit], visits.last[visit]))} twice"
-            if self.summed[worker] & self._layers(visits.first[visit], visits.last[visit]):
+            if self.summed[worker] and self.summed[worker] & self._layers(
+                visits.first[visit], visits.last[visit]
+            ):
                 return SUMMED_BEFORE
         return BEHIND_SUMS if self.summed[worker] and kind != WEIGHT_GRAD else ""
 
@@ -251,7 +253,7 @@ class _Check:
             return self._out_of_turn(worker, whole)
         if before & now:
             return f"layer(s) {list(range(first, last))} twice"
-        if self.summed[worker] & self._layers(first, last):
+        if self.summed[worker] and self.summed[worker] & self._layers(first, last):
             return SUMMED_BEFORE
         self.parts[visit] = before | now
         if before | now == (1 << self.visits.last[visit]) - (1 << self.visits.first[visit]):
@@ -286,7 +288,9 @@ class _Check:
 
     def _layers(self, first: int, last: int) -> int:
         """Return layers ``[first, last)`` as bits, with the tied weight if embedding or head is among them."""
-        return sum(1 << layer for layer in self.visits.layout.with_tied(range(first, last)))
+        own, layout = (1 << last) - (1 << first), self.visits.layout
+        ends = 1 | 1 << layout.num_layers - 1
+        return own | 1 << layout.num_layers if layout.tied and own & ends else own
 
     def _wrong(self, worker: int, at: int, program: list[int], problem: str) -> ScheduleInvalid:
         return ScheduleInvalid(where(worker, at, self.visits.decode(program)) + problem)
