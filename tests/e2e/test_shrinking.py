@@ -15,7 +15,7 @@ from tests.e2e.test_tensor_parallel import CELLS, RANKS, SEQUENCE, STAGES
 
 LONG = "--train-iters 45 --global-batch-size 12"
 SMALL_CELL = (
-    "--tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --train-iters 28 --global-batch-size 8"
+    "--tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --train-iters 22 --global-batch-size 8"
 )
 SPENT = "--odyssey-hang-s 10 --odyssey-respawn 1 --odyssey-policy reroute --odyssey-inject"
 """By routes, a plan uses whatever there is: of layers as small as these half a cell would be left out."""
