@@ -57,6 +57,10 @@ class ScheduleInvalid(OdysseyError):
     """A schedule fails ``verify()``: something in it is missing, duplicated, unmatched or deadlocked."""
 
 
+class PlanInvalid(OdysseyError):
+    """A plan takes for granted what is not so: some rank, part of a layer or span of its state is not there."""
+
+
 class PlanInfeasible(OdysseyError):
     """A candidate cannot be built; carries the binding constraint and the nearest feasible value."""
 

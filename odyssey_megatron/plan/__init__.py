@@ -5,6 +5,6 @@ A ``Plan`` is a ``Layout`` (holders and routes), a ``Schedule`` (each worker's i
 
 - ``placing/``: where state is and who owns it, memory, communication groups, transfers.
 - ``scheduling/``: from routes to programs, and to what is left of them in an interrupted step.
-- ``checking/``: ``verify()``, bounds, and the simulator.
+- ``checking/``: ``verify()``, ``check_units()``, bounds, and the simulator.
 - ``sending/``: a generation, as it is published and as each rank reads it.
 """

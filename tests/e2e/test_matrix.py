@@ -15,6 +15,7 @@ import pytest
 from odyssey_megatron.config import policies
 from odyssey_megatron.recover import Phase
 from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs
+from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
 
 pytestmark = pytest.mark.matrix
 
@@ -39,6 +40,12 @@ PP4 = {"middle": (2,), "last": (3,), "rank0": (0,)}
 SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel --num-layers 4 --global-batch-size 6"
 CELLS = {"first": (3,), "last": (6,), "rank0": (0,), "cell": (4, 5), "two": (2, 7)}
 CELLS_OF_FOUR = {"first": (6,), "last": (12,), "rank0": (0,), "cell": (8, 11), "two": (3, 14)}
+THREE_OWNERS = PP2_DP4 | {"middle": (4,), "two": (1, 2), "two-and-one": (4, 6, 3)}
+"""Any two of a stage may be lost at once."""
+GANGS = f"{MIXTRAL} --expert-model-parallel-size 2 --num-layers 4"
+GANGS_OF_FOUR = f"{DEEPSEEK} --expert-model-parallel-size 4 --num-layers 4"
+PP2_OF_GANGS = {"first": (1,), "last": (3,), "rank0": (0,), "cell": (2, 3)}
+PP2_OF_GANGS_OF_FOUR = {"first": (2,), "last": (7,), "rank0": (0,), "cell": (4, 6)}
 STATES = {
     # ranks, stages, victims, flags of the model, flags of how it is kept
     "replicated": (8, 4, PP4_DP2, "", ""),
@@ -60,6 +67,18 @@ STATES = {
         "--use-distributed-optimizer",
     ),
     "context-and-tensor-parallel": (16, 2, CELLS_OF_FOUR, SHARDED, "--context-parallel-size 2"),
+    "three-owners-distributed-optimizer": (
+        8,
+        2,
+        THREE_OWNERS,
+        "",
+        "--use-distributed-optimizer --odyssey-redundancy-level 2",
+    ),
+    "gangs": (8, 2, CELLS, GANGS, ""),
+    "gangs-distributed-optimizer": (8, 1, CELLS, GANGS, "--use-distributed-optimizer"),
+    "gangs-of-four": (16, 2, CELLS_OF_FOUR, GANGS_OF_FOUR, ""),
+    "gangs-shadows": (4, 2, PP2_OF_GANGS, GANGS, "--odyssey-redundancy state"),
+    "gangs-of-four-shadows": (8, 2, PP2_OF_GANGS_OF_FOUR, GANGS_OF_FOUR, "--odyssey-redundancy state"),
     "shadows": (4, 4, PP4, "", "--odyssey-redundancy state"),
     "shadows-run-ahead": (4, 4, PP4, "", "--odyssey-redundancy compute"),
 }
@@ -110,4 +129,5 @@ def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
     if victim == "cell" and len(shot.named("injected")) == 1:
         kills = 1  # the other rank of the cell was fenced before it came to the point
     check = assert_alike_runs if BFLOAT16 in flags else assert_equal_runs
-    check(shot, undisturbed(BFLOAT16 if BFLOAT16 in flags else model), kills=kills)
+    alone = undisturbed(BFLOAT16 if BFLOAT16 in flags else model, ranks=4 if model == GANGS_OF_FOUR else 2)
+    check(shot, alone, kills=kills)

@@ -12,7 +12,19 @@ import pytest
 from odyssey_megatron import cli
 from tests.e2e.jobs import LONG, SCRIPT, Jobs, Outcome, assert_equal_runs
 from tests.e2e.test_rejoin import members, plans
-from tests.e2e.test_shrinking import CONTEXT, GANG, SEQUENCE, SPENT, UNEVEN, lost, trained
+from tests.e2e.test_shrinking import (
+    CONTEXT,
+    FOUR,
+    GANG,
+    ONE_AFTER_THE_OTHER,
+    SEQUENCE,
+    SLICES,
+    SPENT,
+    UNEVEN,
+    decisions,
+    lost,
+    trained,
+)
 from tests.launch.jobserver import events, wait_for
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(300)]
@@ -49,8 +61,8 @@ def trains_as(folder: Path, shapes: list[list[int]]) -> None:
     wait_for(is_so, 100, f"smaller cells {shapes}")
 
 
-def readmit(folder: Path, rank: int) -> None:
-    assert cli.main(["readmit", str(folder), "--rank", str(rank)]) == 0
+def readmit(folder: Path, rank: int, *more: str) -> None:
+    assert cli.main(["readmit", str(folder), "--rank", str(rank), *more]) == 0
 
 
 def test_a_rank_that_was_given_up_is_back_in_the_first_plan(jobs, reference, name, capsys):
@@ -123,3 +135,28 @@ def test_a_gang_that_lacks_two_is_whole_with_the_second(jobs, undisturbed, name,
     assert [shapes for shapes in trained(shot) if shapes] == [[[1, 3]], [[1, 2]], [[1, 3]]]
     assert plans(shot)[0] == plans(shot)[-1]
     assert members(shot)[-1] == 8
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("cells", "state"), [(FOUR, ""), (f"{FOUR} --sequence-parallel", SLICES)], ids=["whole", "slices"]
+)
+def test_four_tensor_ranks_are_two_then_one_then_four(jobs, undisturbed, name, cells, state):
+    """Three GPUs of a cell are given up in turn; it is whole again with the last of them that works again."""
+
+    def act(folder: Path) -> None:
+        trains_as(folder, [[1, 2]])
+        given_up(folder, 3)
+        trains_as(folder, [[1, 1]])
+        for event in events(folder, "given_up"):
+            readmit(folder, event["target"], "--gpu", str(event["slot"]))
+
+    job = f"{cells} --train-iters 90"
+    flags = f"{job} {state} {SPENT} {lost(5, 1)};{ONE_AFTER_THE_OTHER}"
+    shot = played(jobs, name, act, ranks=8, stages=1, flags=flags)
+    assert_equal_runs(shot, undisturbed(job, ranks=4), kills=6)
+    assert trained(shot) == [[[1, 2]], [], [[1, 2]], [], [[1, 1]], []]
+    assert members(shot)[-1] == 8
+    first, *_, last = decisions(shot)
+    for what in ("layout", "schedule"):  # slices move behind the first step of the last plan
+        assert first[what] == last[what]

@@ -14,6 +14,9 @@ from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
 from tests.e2e.test_tensor_parallel import CELLS, RANKS, SEQUENCE, STAGES
 
 LONG = "--train-iters 45 --global-batch-size 12"
+SMALL_CELL = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --train-iters 22 --global-batch-size 8"
+)
 SPENT = "--odyssey-hang-s 10 --odyssey-respawn 1 --odyssey-policy reroute --odyssey-inject"
 """By routes, a plan uses whatever there is: of layers as small as these half a cell would be left out."""
 FOUR = "--tensor-model-parallel-size 4 --num-query-groups 4 --num-layers 2 --global-batch-size 4"
@@ -64,27 +67,31 @@ def trained(shot: Outcome) -> list[list[list[int]]]:
     return found
 
 
-@matrix  # that of a cell is in the next test, too, and in tests/strict
 @pytest.mark.parametrize(
-    "cells",
+    ("job", "ranks", "stages"),
     [
-        CONTEXT,
-        CELLS,
-        SEQUENCE,
-        f"{CONTEXT} --window-size 5,0 --calculate-per-token-loss",
-        f"{CONTEXT} {TIED} {HASHED}",
+        pytest.param(SMALL_CELL, 4, 1, id="small"),
+        *(
+            pytest.param(f"{cells} {LONG}", RANKS, STAGES, marks=matrix)
+            for cells in (
+                CONTEXT,
+                CELLS,
+                SEQUENCE,
+                f"{CONTEXT} --window-size 5,0 --calculate-per-token-loss",
+                f"{CONTEXT} {TIED} {HASHED}",
+            )
+        ),
     ],
 )
-def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, cells):
+def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, job, ranks, stages):
     """Also where its ranks have each a part of the sequence: of this, rank 2 has all from then on."""
-    job = f"{cells} {LONG}"
-    shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)}", timeout_s=200.0)
+    shot = jobs.run(name, ranks=ranks, stages=stages, flags=f"{job} {SPENT} {lost(3, 1)}", timeout_s=200.0)
     assert_equal_runs(shot, undisturbed(job), kills=2)
     (shrinks,) = shot.named("cell_shrinks")
     assert (shrinks["ranks"], shrinks["whole"]) == ([2], 2)
     assert trained(shot) == [[[1, 1]]]
     begun = {event["generation"]: event["members"] for event in shot.named("generation_started")}
-    assert begun[max(begun)] == [0, 1, 2, 4, 5, 6, 7]
+    assert begun[max(begun)] == [0, 1, 2, *range(4, ranks)]
 
 
 @matrix

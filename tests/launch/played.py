@@ -29,7 +29,7 @@ from tests.launch.toy import posted_job
 
 PLAN = Plan(
     policy="initial",
-    layout=Layout(holders=((0,),), routes=()),
+    layout=Layout(holders=((0, 1, 2, 3),), routes=()),
     programs=Programs.from_text("0: STEP"),
     transfers=(),
     step_s=1.0,
@@ -69,8 +69,16 @@ class FakePlanner:
         self.previous.append(previous)
         if self.error:
             raise self.error
-        transfers = (Transfer(layer=0, source=0, target=1),)
-        plan = replace(PLAN, policy="replan", step_s=1.0 + len(self.previous), transfers=transfers)
+        source = min({*state.alive} - state.fresh)
+        plan = replace(
+            PLAN,
+            policy="replan",
+            step_s=1.0 + len(self.previous),
+            layout=Layout(holders=(tuple(state.alive),), routes=()),
+            transfers=tuple(
+                Transfer(layer=0, source=source, target=one) for one in state.alive if one != source
+            ),
+        )
         return Decided(plan=plan, rows=(), target=self.target and (lambda: self.target))
 
     def towards(self, state, current, target):

@@ -17,6 +17,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state, with_slow_links
 from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.plan.checking.units import check_state
 from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.placing.memory import state_bytes
@@ -173,6 +174,7 @@ def test_up_to_three_failures_in_a_row(data, of):
             forced = decide(**arguments, config=replace(config, policy=policy))
             # A shape that could at best be a thousandth better than another one is not scheduled.
             assert chosen.score >= forced.candidates[0].score - ALIKE * abs(chosen.score)
+        check_state(plan.layout, decision.plan.layout, decision.plan.transfers, state.alive)
         plan = decision.plan
         assert decision.bound_s <= plan.bound_s * (1 + 1e-6)
         check_plan(plan, job, profile, state)
@@ -229,6 +231,7 @@ def test_cells_die_and_come_back_smaller(data, of):
             victim = state.workers[data.draw(st.sampled_from(state.alive), label="killed")].ranks[0]
             process = state.incarnation_of(victim)
             state = apply(state, RankDied(rank=victim, code=-9, cause="killed", incarnation=process))
+        before = plan
         try:
             plan = decide(
                 job=job,
@@ -245,4 +248,5 @@ def test_cells_die_and_come_back_smaller(data, of):
             assert profile.costs.memory_bytes is not None, "infeasible without a memory limit"
             return
         check_plan(plan, job, profile, state)
+        check_state(before.layout, plan.layout, plan.transfers, {*state.alive} - state.fresh)
         state = replace(state, fresh=frozenset())

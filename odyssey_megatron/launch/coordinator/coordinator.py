@@ -52,6 +52,7 @@ from odyssey_megatron.launch.wire.leases import Leases
 from odyssey_megatron.launch.wire.verdict import JobVerdict, after_training, before_training, by_signal
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
+from odyssey_megatron.plan.checking.units import check_units
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.spread import on_one_node, spread
 from odyssey_megatron.plan.sending.generation import CandidateRow, Finished, Generation, Message, Stop
@@ -190,6 +191,7 @@ class Coordinator:
             posted = json.loads(self._control.get(keys.JOB))
             spec = from_json(JobSpec, posted["job"])
             spec.check(self._world_size)
+            self._cell = spec.cell(0)
             cluster = initial_state(
                 nodes=job.nodes,
                 started_s=job.cluster.started_s,
@@ -401,6 +403,7 @@ class Coordinator:
 
     def _publish(self, made: tuple[JobState, Generation], rows: tuple[CandidateRow, ...]) -> None:
         self._job, generation = made
+        check_units(generation, self._cell)
         self._send(generation)
         plan = generation.plan
         self._journal.event(
