@@ -15,6 +15,7 @@ from odyssey_megatron.policy.costs.estimate import (
     Links,
     Precision,
     estimated_profile,
+    exchanging,
     share_of_experts,
 )
 from odyssey_megatron.policy.costs.profile import Profile
@@ -87,7 +88,8 @@ class Model:
             expert_parts: the number of ranks over which experts are spread; 0: cut like other weights.
             headroom_percent: share of the device's memory that no plan may use (--odyssey-memory-headroom-percent).
         """
-        return estimated_profile(
+        experts = replace(self.experts, parts=expert_parts) if self.experts else None
+        computing = estimated_profile(
             num_transformer_layers=self.num_layers,
             hidden_size=self.hidden_size,
             ffn_hidden_size=self.ffn_hidden_size,
@@ -105,10 +107,22 @@ class Model:
             is_tied=self.is_tied,
             is_gated=self.is_gated,
             recomputed_share=self.recomputed_share,
-            experts=replace(self.experts, parts=expert_parts) if self.experts else None,
+            experts=experts,
             mtp_num_layers=self.mtp_num_layers,
             unlike=self.unlike,
-            links=device.links,
+        )
+        return exchanging(
+            computing,
+            device.links,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            attention=self.attention,
+            tokens=self.seq_length * micro_batch_size // context_parallel_size,
+            precision=self.precision,
+            tensor_parallel_size=tensor_parallel_size,
+            recomputed_share=self.recomputed_share,
+            experts=experts,
+            unlike=self.unlike,
         )
 
     @property

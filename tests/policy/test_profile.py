@@ -3,7 +3,14 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, Links, estimated_profile
+from odyssey_megatron.policy.costs.estimate import (
+    AttentionShape,
+    Experts,
+    Links,
+    Precision,
+    estimated_profile,
+    exchanging,
+)
 from odyssey_megatron.policy.costs.profile import Observation, Profile, calibrate, load_profile
 from tests.plan.samples import uniform_costs
 
@@ -115,10 +122,13 @@ def test_estimate_counts_parameters_and_flops():
 def test_what_ranks_of_a_worker_exchange_takes_time():
     """512 tokens of 512 numbers of 2 bytes, of which tensor-parallel ranks sum two in each direction of a layer."""
     links, message = Links(node_bytes_per_s=1e11, card_bytes_per_s=1e10), 512 * 512 * 2
-    sizes = {"num_transformer_layers": 4, **SHAPE}
+    known = {name: SHAPE[name] for name in ("hidden_size", "ffn_hidden_size", "attention")}
+    known |= {"tokens": 512, "precision": Precision(), "unlike": ()}
+    usual = {"tensor_parallel_size": 1, "recomputed_share": 0.0, "experts": None}
 
     def more_s(**more):
-        alone, beside = estimated_profile(**sizes, **more), estimated_profile(**sizes, **more, links=links)
+        alone = estimated_profile(num_transformer_layers=4, **SHAPE, **more)
+        beside = exchanging(alone, links, **known, **(usual | more))
         assert alone.operations == beside.operations
         pairs = [*zip(alone.costs.layers, beside.costs.layers, strict=True)][2:4]
         kinds = ("forward_s", "input_grad_s", "weight_grad_s")

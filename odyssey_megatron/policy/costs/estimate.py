@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 
 from odyssey_megatron.plan.costs import Costs, LayerCost
@@ -147,6 +147,34 @@ class Links:
     """The same, to other nodes."""
     node_gpus: int = 8
 
+    def within_layer_s(
+        self,
+        attention: AttentionShape,
+        ffn: int,
+        spread: int,
+        *,
+        experts: Experts | None,
+        states_bytes: float,
+        tensor_parallel_size: int,
+    ) -> float:
+        """Return the seconds that ranks exchange in a layer's forward, and again in its input gradient.
+
+        Tensor-parallel ranks sum all hidden states behind attention and behind a dense MLP (or gather and scatter them,
+        which takes as long; Shoeybi et al., arXiv 1909.08053, section 3). Where experts are spread over other ranks,
+        each token goes to ``topk`` of them and comes back.
+
+        Args:
+            ffn: hidden units of an MLP, or of shared experts.
+            spread: hidden units of all experts; 0 where there are none.
+            states_bytes: bytes of the hidden states of a microbatch.
+        """
+        tp = tensor_parallel_size
+        parts = (experts and experts.parts) or tp
+        apart = spread and parts != tp  # else they are cut like other weights
+        sums = bool(attention.weights) + bool(ffn or (spread and not apart))
+        sent = experts.topk * states_bytes / tp if experts and apart else 0.0
+        return sums * self.sum_s(states_bytes, tp) + 2 * self.each_to_each_s(sent, parts)
+
     def sum_s(self, size: float, ranks: int) -> float:
         """Return the seconds in which ``ranks``, next to each other, sum ``size`` bytes of each in a ring."""
         rate = self.node_bytes_per_s if ranks <= self.node_gpus else self.card_bytes_per_s
@@ -182,59 +210,79 @@ def estimated_profile(
     experts: Experts | None = None,
     mtp_num_layers: int = 0,
     unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
-    links: Links = Links(),  # frozen
 ) -> Profile:
-    """Return the costs of a decoder-only transformer, estimated from FLOPs, and from what ``links`` pass.
+    """Return the costs of a decoder-only transformer, estimated from FLOPs.
 
     A matrix product costs 2 FLOPs per weight and token, its two gradients the same each. Attention scores cost ``2 * 2
     * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight gradient.
     Activations count what a fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all that is kept;
     without, each keeps the inputs of norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198,
     section 4.2).
-
-    In a layer's forward, and again in its input gradient, tensor-parallel ranks sum all hidden states behind attention
-    and behind a dense MLP (or gather and scatter them, which takes as long; Shoeybi et al., arXiv 1909.08053, section
-    3). Where experts are spread, each token goes to ``topk`` of them and comes back.
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
     layer = functools.partial(_layer_cost, precision=precision, parts=tp)
 
-    message = tokens * hidden_size * precision.dtype_bytes
-
-    def exchanged_s(attention: AttentionShape, ffn: int, spread: int) -> float:
-        apart = spread and parts != tp  # on other ranks, and not cut like other weights
-        sums = bool(attention.weights) + bool(ffn or (spread and not apart))
-        sent = experts.topk * message / tp if experts and apart else 0.0
-        return sums * links.sum_s(message, tp) + 2 * links.each_to_each_s(sent, parts)
-
-    def transformer(
-        attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int, between_s: float = 0.0
-    ) -> LayerCost:
+    def transformer(attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
-        again, forward_s = recomputed_share, matmul_s + scores_s + between_s
+        again, forward_s = recomputed_share, matmul_s + scores_s
         kept = again * whole / 4 + (1 - again) * (whole + attention.kept + products * passed)
         held = attention.weights + hidden_size * (products * (ffn + spread * tp // parts) + routed + 2)
         return layer((forward_s, (1 + again) * forward_s + scores_s, matmul_s), round(tokens * kept), held)
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
-    inner, copied = [transformer(*one, exchanged_s(*one[:3])) for one in shapes], message / tp
-    computed = [transformer(*one) for one in shapes]
+    inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
     copy_s, again = copied / _COPIED_BYTES_PER_S, inner[-1:] * mtp_num_layers
     first, last, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
     return Profile(
-        operations=((copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*computed, last))),
+        operations=((copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*inner, last))),
         costs=Costs(
             layers=(first, *inner, last),
             tied=tied,
-            message_bytes=message // (tp if sequence_parallel else 1),
+            message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
             link_latency_s=link_latency_s,
             link_bytes_per_s=link_bytes_per_s,
             memory_bytes=memory_bytes,
         ),
     )
+
+
+def exchanging(
+    profile: Profile,
+    links: Links,
+    *,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    attention: AttentionShape,
+    tokens: int,
+    precision: Precision,
+    tensor_parallel_size: int,
+    recomputed_share: float,
+    experts: Experts | None,
+    unlike: Sequence[tuple[AttentionShape, int]],
+) -> Profile:
+    """Return ``profile`` with the time that ranks of a worker take to exchange what ``links`` pass, after each other.
+
+    Arguments are those of :func:`estimated_profile`, and ``tokens`` are those of a microbatch that a rank has. The ends
+    stay as they are.
+    """
+    first, *inner, last = profile.costs.layers
+    shapes = _shapes(len(inner), attention, ffn_hidden_size, experts, unlike)
+    states_bytes, layers = tokens * hidden_size * precision.dtype_bytes, []
+    for layer, (own, ffn, spread, *_) in zip(inner, shapes, strict=True):
+        more_s = links.within_layer_s(
+            own,
+            ffn,
+            spread,
+            experts=experts,
+            states_bytes=states_bytes,
+            tensor_parallel_size=tensor_parallel_size,
+        )
+        backward_s = layer.input_grad_s + (1 + recomputed_share) * more_s
+        layers.append(replace(layer, forward_s=layer.forward_s + more_s, input_grad_s=backward_s))
+    return replace(profile, costs=replace(profile.costs, layers=(first, *layers, last)))
 
 
 def share_of_experts(
