@@ -178,7 +178,8 @@ class Spreading:
         self._weights_of, self._arrived = weights_of, arrived
         self._messages: list[_Message] = []
         self._under_way: deque[_UnderWay] = deque()
-        ours, states, parts, mine = dict[int, Tensors](), layout.states, cell.parts, Stretches.of(cell, layout)
+        mine, ours, states = Stretches.of(cell, layout), dict[int, Tensors](), layout.states
+        parts = cell.parts
         for bucket in gather_order(buckets, layout.num_layers) if layout.keepers else ():
             slices = {
                 layer: states[layer]
@@ -197,10 +198,8 @@ class Spreading:
                 group, ranks = holders_of(block.first, block.last, slot)
                 if group is None:
                     continue
-                seats = Seats.of(ranks, mine.count)
-                stepped = [
-                    _spans(slices, firsts, bucket.holders[holder], one) for holder, one in seats.kept()
-                ]
+                seats, of = Seats.of(ranks, mine.count), bucket.holders
+                stepped = [_spans(slices, firsts, of[holder], one) for holder, one in seats.kept()]
                 self._messages.append(_Message(group, seats.ranks, part, frozenset(slices), stepped, own))
         if layout.keepers:
             agree(
