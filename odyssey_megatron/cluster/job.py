@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.errors import ConfigError
@@ -99,6 +100,13 @@ class JobSpec:
         return self.num_experts // size if size > 1 else 0
 
     @property
+    def stretches(self) -> int:
+        """Number of ranks of a whole cell that share out the optimizer state of what they have alike; 1 where all
+        holders keep all of it.
+        """
+        return self.cell(0).parts.alike if self.optimizer_copies else 1
+
+    @property
     def alike_ranks(self) -> int:
         """Number of ranks of a cell that have the same of all layers, and come first in :meth:`Cell.divisions`.
 
@@ -106,6 +114,17 @@ class JobSpec:
         are the same, are counted in a smaller gang as if they were experts, too.
         """
         return self.context_parallel_size if self.expert_model_parallel_size == 1 else 1
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        """The arguments of ``cluster.state.initial_state`` that say what the job's cells are."""
+        return {
+            "cell_size": self.cell_size,
+            "context": self.alike_ranks,
+            "shares_out": self.stretches > 1,
+            "experts": self.experts_of_one,
+            "experts_work": self.experts_work,
+        }
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if ``world_size`` ranks cannot form the initial layout."""

@@ -32,6 +32,19 @@ class Parts:
         return self.cell.expert_parts * self.cell.expert_each * self.cell.tensor_each
 
     @property
+    def alike(self) -> int:
+        """Number of ranks of a whole cell that have the same part of every layer."""
+        return self.cell.full // self.count
+
+    @property
+    def held_alike(self) -> range:
+        """Which of these :attr:`alike` ranks' places this rank fills, for each part that it has."""
+        cell, each = self.cell, self.count // self.cell.full_tensor
+        first = cell.held_lanes[0] * cell.full_context + cell.held_contexts[0]
+        last = cell.held_lanes[-1] * cell.full_context + cell.held_contexts[-1]
+        return range(first // each, last // each + 1)
+
+    @property
     def each(self) -> Each:
         """How much of each layer this rank has."""
         return Each(self.cell.tensor_each, self.cell.expert_each)
@@ -97,6 +110,14 @@ class PartsByRun(Parts):
     @property
     def of_experts(self) -> int:
         return self.count
+
+    @property
+    def alike(self) -> int:
+        return 1
+
+    @property
+    def held_alike(self) -> range:
+        return range(1)
 
     @property
     def each(self) -> Each:

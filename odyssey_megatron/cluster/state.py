@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from odyssey_megatron.cluster.events import (
     Event,
@@ -47,6 +47,16 @@ class Share(NamedTuple):
     state: float = 1.0
     """Bytes of weights and optimizer state on all ranks together, relative to a whole cell's: less than 1 where ranks
     that have the same of all layers are put together. Each rank has ``state``/``ranks`` times the bytes."""
+    shares_out: bool = False
+    """Whether ranks that have the same of all layers share out its optimizer state. Then however many ranks there are,
+    they have as much of it together as a whole cell's."""
+
+    def scaled(self, kept: Any, optimizer: Any) -> Any:
+        """Return :attr:`state` times ``kept`` bytes, of which ``optimizer`` bytes are optimizer state.
+
+        They are numbers, or NumPy's arrays of the same shape.
+        """
+        return kept * self.state + (optimizer * (1.0 - self.state) if self.shares_out else 0.0)
 
 
 WHOLE_CELL = Share()
@@ -73,6 +83,8 @@ class WorkerState:
     """``JobSpec.experts_work``."""
     context: int = 1
     """``JobSpec.alike_ranks``: number of ranks of a whole cell that have the same of all layers."""
+    shares_out: bool = False
+    """Whether these ranks share out optimizer state (``JobSpec.stretches``)."""
     missing: tuple[int, ...] = ()
     """The ranks that a smaller cell does without: the last ones of its worker."""
 
@@ -111,7 +123,7 @@ class WorkerState:
         A rank of an uneven gang has the activations of as many lanes as there are turns, but not as many experts.
         """
         if round(self.share * self.turns, 6) == 1.0:
-            return Share(self.share, 1 / min(self.turns, self.context))
+            return Share(self.share, 1 / min(self.turns, self.context), self.shares_out)
         return Share(1 / self.turns, self._times_experts / self.turns)
 
     @property
@@ -239,6 +251,7 @@ def initial_state(
     started_s: float = 0.0,
     cell_size: int = 1,
     context: int = 1,
+    shares_out: bool = False,
     experts: int = 0,
     experts_work: float = 0.0,
 ) -> ClusterState:
@@ -247,7 +260,7 @@ def initial_state(
     Args:
         nodes: ``nodes[r]`` is the node of rank r; a worker's node is that of its first rank.
         cell_size: number of ranks of a whole cell.
-        context, experts, experts_work: those of each worker: see :class:`WorkerState`.
+        context, shares_out, experts, experts_work: those of each worker: see :class:`WorkerState`.
     """
     size = cell_size
     workers = tuple(
@@ -256,6 +269,7 @@ def initial_state(
             node=nodes[first],
             ranks=tuple(range(first, first + size)),
             context=context,
+            shares_out=shares_out,
             experts=experts,
             experts_work=experts_work,
             other_nodes=tuple(sorted({*nodes[first : first + size]} - {nodes[first]})),

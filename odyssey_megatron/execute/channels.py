@@ -20,6 +20,7 @@ from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.execute.held import Held, SlowLinks
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.plan.placing.groups import WORLD, channel_name, moves_name
+from odyssey_megatron.plan.placing.stretches import in_stretch
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.schedule import SEND, Instr, Op
 from odyssey_megatron.rebuild.abort import wait_all
@@ -90,10 +91,12 @@ class Channels:
         num_layers: int,
         tagged: bool,
         cuts: bool = False,
+        stretches: int = 1,
         slow: SlowLinks | None = None,
     ):
+        """``stretches``: of each layer's optimizer state, if it is cut (``plan/placing/stretches.py``)."""
         self._groups, self._num_layers, self._tagged = groups, num_layers, tagged
-        self._cells, self._cell, self._cuts = cells, cells.cell, cuts
+        self._cells, self._cell, self._cuts, self._stretches = cells, cells.cell, cuts, stretches
         self._slow = slow or SlowLinks()
         self._sent: list[Any] = []
         self._own = self._cell.pieces(cuts)
@@ -138,7 +141,16 @@ class Channels:
         for there in self._cells.counterparts(other):
             source, target = (here.parts, there.parts) if sends else (there.parts, here.parts)
             where = self._of_moves(transfer, number, there.rank)
-            found += [Way(part, target.slot(part), there.rank, where) for part in source.given_to(target)]
+            if self._stretches == 1:
+                ways = [(part, target.slot(part), transfer.span) for part in source.given_to(target)]
+            else:
+                ways = [
+                    (part, one * target.count + part, in_stretch(transfer.span, one, self._stretches))
+                    for one in target.held_alike
+                    for part in target.held
+                    if one in source.held_alike and part in source.held
+                ]
+            found += [Way(part, slot, there.rank, where, span) for part, slot, span in ways]
         return found
 
     def _of_moves(self, transfer: Transfer, number: int, rank: int) -> dict[str, Any]:

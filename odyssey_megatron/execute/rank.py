@@ -38,6 +38,7 @@ from odyssey_megatron.execute.training import Training, asking_for_less
 from odyssey_megatron.execute.votes import NUM_VOTES, Ballot
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.placing.groups import WORLD, holder_groups
+from odyssey_megatron.plan.placing.stretches import stretches
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.assignment import Assignment
 from odyssey_megatron.plan.sending.generation import Generation
@@ -141,7 +142,9 @@ class RankRuntime:
         assert self._assignment is not None
         return self._assignment
 
-    def holders_of(self, first: int, last: int, slot: int) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    def holders_of(
+        self, first: int, last: int, slot: int
+    ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
         """See ``Regrouping.holders_of``."""
         return self._groups.holders_of(self._assigned, first, last, slot)
 
@@ -266,6 +269,7 @@ class RankRuntime:
             num_layers=assignment.layout.num_layers,
             tagged=self._tagged,
             cuts=model.cuts_activations,
+            stretches=stretches(assignment.cell, assignment.layout),
             slow=self._slow,
         )
         filling = Filling(

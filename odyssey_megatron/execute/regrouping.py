@@ -149,15 +149,15 @@ class Regrouping:
 
     def holders_of(
         self, assignment: Assignment, first: int, last: int, slot: int
-    ) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
         """Return the group of the ranks that have the same of block ``[first, last)`` as this one has in ``slot``.
 
-        See ``Parts.slot``. The second value is the number of these ranks for each holder.
+        See ``Parts.slot``. None: no other rank has. The second value is the number of these ranks for each holder.
         """
         parts = assignment.cell.parts.count
         (block,) = (one for one in assignment.layout.blocks() if (one.first, one.last) == (first, last))
         ranks = membership.ranks_of_holders(block, assignment.cells, parts)
-        return self.entered[membership.block_group_name(first, last, slot % parts, parts)], ranks
+        return self.find(membership.block_group_name(first, last, slot % parts, parts)), ranks
 
     @property
     def are_over(self) -> bool:

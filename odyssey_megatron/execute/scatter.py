@@ -1,8 +1,8 @@
 """Sums of gradients of which each holder needs some slices only: where they lie, and who exchanges them.
 
-The slices of a bucket's layers are put one behind the other, ordered by their first owner. So each holder has
-a row; all rows are as long as the longest. Where a holder has several ranks with the same gradients (context
-parallelism), each of them has a piece of its row. A reduce-scatter sums the rows and leaves each rank the
+The slices of a bucket's layers are put one behind the other, ordered by who keeps them first. So each keeper has
+a row; all rows are as long as the longest. A keeper is a rank; or, where several ranks of a holder keep the same (a
+gang's lanes), all of them, and each has a piece of the row. A reduce-scatter sums the rows and leaves each rank the
 sums of its piece. The rank then sends them to the others that keep them. Where they lie in the order of these
 others, they are sent as they are, without waiting for them (:attr:`GradientRows.passes_on`). All keepers of a slice
 have one rank's sums of it, and so the same bytes.
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from odyssey_megatron.plan.placing.stretches import Seats
 from odyssey_megatron.rebuild.transfer import places
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,12 +29,17 @@ class Slices(NamedTuple):
     """The numbers of the holders that keep these slices, the first owner first."""
     views: Sequence[torch.Tensor]
     """This rank's gradients, as 1-D views."""
+    stretch: int = 0
+    """Which stretch they are of: only some ranks of each owner keep it (``plan/placing/stretches.py``)."""
+    stretches: int = 1
+    """The number of stretches, the same in all slices."""
 
 
 class _Piece(NamedTuple):
     start: int
     """Its place in the row."""
     owners: tuple[int, ...]
+    """The numbers of the seats that keep it."""
     view: torch.Tensor
 
 
@@ -42,19 +48,21 @@ class GradientRows:
 
     def __init__(self, slices: Sequence[Slices], ranks: Sequence[int], group: dist.ProcessGroup):
         """Put the slices in rows; ``ranks``: for each holder, the number of its ranks in the ``group``."""
-        self.group, self._places = group, places(ranks)
-        self._rows: list[list[_Piece]] = [[] for _ in ranks]
-        lengths = [0] * len(ranks)
-        self.passes_on = {*ranks} == {1} and max(len(one.owners) for one in slices) == 2
-        """Whether each rank's sums can be passed on piece by piece as they are: each holder has one rank
-        here, and no slice more than one other owner.
+        seats = Seats.of(ranks, slices[0].stretches)
+        self.group, self._places = group, places(seats.ranks)
+        self._rows: list[list[_Piece]] = [[] for _ in seats.ranks]
+        lengths = [0] * len(seats.ranks)
+        self.passes_on = {*seats.ranks} == {1} and max(len(one.owners) for one in slices) == 2
+        """Whether each rank's sums can be passed on piece by piece as they are: no two ranks of a holder keep
+        the same, and no slice has more than one other owner.
         """
-        for one in sorted(slices, key=lambda one: one.owners[1:] or (len(ranks),)):
-            row = one.owners[0]
+        kept = [(tuple(seats.keeping(owner, one.stretch) for owner in one.owners), one) for one in slices]
+        for owners, one in sorted(kept, key=lambda pair: pair[0][1:] or (len(seats.ranks),)):
+            row = owners[0]
             for view in one.views:
-                self._rows[row].append(_Piece(lengths[row], one.owners, view))
+                self._rows[row].append(_Piece(lengths[row], owners, view))
                 lengths[row] += view.numel()
-        self.width = max(-(-length // count) for length, count in zip(lengths, ranks, strict=True))
+        self.width = max(-(-length // count) for length, count in zip(lengths, seats.ranks, strict=True))
         """Number of elements that one rank sums."""
         self._me = group.rank()
 

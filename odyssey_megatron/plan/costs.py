@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odyssey_megatron.cluster.state import SlowSums
-from odyssey_megatron.inputs import Between
+from odyssey_megatron.inputs import COUNT, Between
 
 COST_S = Annotated[float, Between(0, 1e6)]
 SIZE_BYTES = Annotated[int, Between(0, 2**60, whole=True)]
@@ -32,7 +32,8 @@ class LayerCost:
     gradient_bytes: SIZE_BYTES
     """Bytes of gradients, which the layer's holders sum. Each holder keeps these and the weights."""
     optimizer_bytes: SIZE_BYTES
-    """Bytes of the whole optimizer state, of which each keeper has its slices (``Layout.states``)."""
+    """Bytes of the whole optimizer state, of which each keeper has its slices (``Layout.states``); of a rank's
+    stretch of it, if there are ``Costs.stretches``."""
     state_bytes: SIZE_BYTES
     """Bytes of weights and optimizer state: what a new keeper of all of it must be sent."""
     early_bytes: SIZE_BYTES = 0
@@ -79,12 +80,30 @@ class _Sum(Generic[Number]):
         return table
 
 
+class _Kept:
+    """The bytes of any layers ``[first, last)``, with those of the tied weight if embedding or head is among them."""
+
+    __slots__ = ("_last", "_sum", "_tied")
+
+    def __init__(self, each: Sequence[int], tied: int) -> None:
+        self._last, self._sum, self._tied = len(each), _Sum(0, each), tied
+
+    def __call__(self, first: int, last: int) -> int:
+        return self._sum(first, last) + self._tied * (first == 0 or last == self._last)
+
+    def table(self) -> NDArray[np.int64]:
+        """Return the bytes of all spans, as an array indexed by [first, last]."""
+        found: NDArray[np.int64] = self._sum.table()
+        found[0] += self._tied
+        found[1:, -1] += self._tied
+        return found
+
+
 class Spans:
     """What consecutive layers ``[first, last)`` cost together: ``spans.forward_s(first, last)``."""
 
     def __init__(self, layers: Sequence[LayerCost], tied: LayerCost | None = None) -> None:
         """``tied``: the cost of the weight that embedding and head share; it counts as the layer behind the head."""
-        self._last, self._tied_bytes = len(layers), tied.kept_bytes if tied else 0
         self.forward_s = _Sum(0.0, (one.forward_s for one in layers))
         self.input_grad_s = _Sum(0.0, (one.input_grad_s for one in layers))
         self.weight_grad_s = _Sum(0.0, (one.weight_grad_s for one in layers))
@@ -97,18 +116,12 @@ class Spans:
         self.weight_bytes = _Sum(0, (one.weight_bytes for one in whole))
         self.gradient_bytes = _Sum(0, (one.gradient_bytes for one in whole))
         self.state_bytes = _Sum(0, (one.state_bytes for one in whole))
-        self._kept_bytes = _Sum(0, (one.kept_bytes for one in layers))
-
-    def kept_bytes(self, first: int, last: int) -> int:
-        """Return the bytes that a holder of these layers keeps, with the tied weight if it has embedding or head."""
-        return self._kept_bytes(first, last) + self._tied_bytes * (first == 0 or last == self._last)
-
-    def kept_bytes_table(self) -> NDArray[np.int64]:
-        """Return :meth:`kept_bytes` of all spans, as an array indexed by [first, last]."""
-        found = self._kept_bytes.table()
-        found[0] += self._tied_bytes
-        found[1:, -1] += self._tied_bytes
-        return found
+        self.kept_bytes = _Kept([one.kept_bytes for one in layers], tied.kept_bytes if tied else 0)
+        """Bytes that a holder of these layers keeps, with the tied weight if it has embedding or head."""
+        self.optimizer_bytes = _Kept(
+            [one.optimizer_bytes for one in layers], tied.optimizer_bytes if tied else 0
+        )
+        """The part of :attr:`kept_bytes` that is optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +141,9 @@ class Costs:
     """
     memory_bytes: SIZE_BYTES | None = None
     """Memory of one worker for weights, gradients, optimizer and activations; None: not known, and no limit."""
+    stretches: Annotated[int, COUNT] = 1
+    """Number of ranks of a whole cell that share out the optimizer state of what they have alike
+    (``plan/placing/stretches.py``)."""
     keeps_messages: bool = False
     """Whether a worker keeps what it sends until the step's end, so that an interrupted step can go on."""
     optimizer_s: COST_S = 0.0
@@ -152,6 +168,16 @@ class Costs:
         found = tuple(layers)
         count = len(self.layers)
         return replace(self, layers=found[:count], tied=found[count] if self.tied else None)
+
+    def with_stretches(self, number: int) -> Costs:
+        """Return these costs with optimizer state in ``number`` stretches."""
+        if number == self.stretches:
+            return self
+        layers = (
+            replace(one, optimizer_bytes=-(-one.optimizer_bytes * self.stretches // number))
+            for one in self.all_layers
+        )
+        return replace(self.with_layers(layers), stretches=number)
 
     def message_s(self) -> float:
         """Return the time of one activation message."""

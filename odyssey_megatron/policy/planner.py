@@ -105,7 +105,8 @@ class PolicyPlanner:
         self._job = job = replace(job, best_layout=layout == "auto", spreads_replicas=layout != "megatron")
         self._profile = _checked(from_json(Profile, profile_json), job)
         keeps = self._config.resumes_steps
-        self._profile = replace(self._profile, costs=replace(self._profile.costs, keeps_messages=keeps))
+        costs = self._profile.costs.with_stretches(job.stretches)
+        self._profile = replace(self._profile, costs=replace(costs, keeps_messages=keeps))
         job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
         self._home, self._learned, self._measured = decided.plan, self._profile, self._profile

@@ -6,7 +6,7 @@ Old holders keep their state until a step is committed in the new generation, so
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Block, Layout
-from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, firsts, kept
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Slice, Span, firsts, kept
+from odyssey_megatron.plan.placing.stretches import Seats, Stretches
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.scheduling.gathers import gather_order
 from odyssey_megatron.rebuild.manifest import Message, Tensors, agree, agree_on_messages
@@ -31,11 +32,13 @@ class Way(NamedTuple):
 
     part: int
     slot: int
-    """``Parts.slot`` of the rank that it goes to."""
+    """The place that it goes to, as an index in a whole cell (``Parts.slot``)."""
     rank: int
     """The rank at the other end."""
     where: dict[str, Any]
     """The keyword arguments for ``torch.distributed`` that say through which group it goes."""
+    span: Span = EVERYTHING
+    """What of the part goes this way."""
 
 
 class Moving:
@@ -83,7 +86,7 @@ class Moving:
             of_layer = tensors_to_send if transfer.source == cell.worker else tensors_to_fill
             for way in ways(transfer, number):
                 message = Message(transfer.layer, transfer.source, transfer.target, number, way.slot)
-                ours.append((transfer, message, way, of_layer(transfer.layer, way.part, transfer.span)))
+                ours.append((transfer, message, way, of_layer(transfer.layer, way.part, way.span)))
         agree_on_messages(
             {message: tensors for one, message, _, tensors in ours if one.source == cell.worker},
             {message: tensors for one, message, _, tensors in ours if one.target == cell.worker},
@@ -94,7 +97,7 @@ class Moving:
         for transfer, _, way, tensors in ours:
             if not tensors:  # an embedding whose only weight is tied, and so belongs to another layer
                 if transfer.target == cell.worker:
-                    filled(transfer.layer, way.part, transfer.span, tensors)
+                    filled(transfer.layer, way.part, way.span, tensors)
                 continue
             checkpoint()
             flat = packed(tensors.values())
@@ -102,7 +105,7 @@ class Moving:
                 self._sends.append((dist.isend(flat, way.rank, **way.where), flat))
             else:
                 work, layer = dist.irecv(flat, way.rank, **way.where), transfer.layer
-                self._receives.append((work, flat, (layer, way.part, transfer.span, tensors)))
+                self._receives.append((work, flat, (layer, way.part, way.span, tensors)))
                 self.arriving.add(layer)
 
     def finish(self) -> None:
@@ -141,7 +144,8 @@ class Spreading:
     """The gathering of weights after every step, with the distributed optimizer.
 
     For each slice of a layer, one holder of the block (the slice's first owner) sends the weights that it has stepped
-    to all other holders. Other keepers of the slice have stepped it themselves, and ignore what comes.
+    to all other holders, each of its ranks those of its stretches. Other keepers of the slice have stepped it
+    themselves, and ignore what comes.
 
     The weights are under way while the next step begins; code that needs a layer waits for it (:meth:`arrive`).
     """
@@ -153,7 +157,7 @@ class Spreading:
         *,
         cell: Cell,
         world: dist.ProcessGroup,
-        holders_of: Callable[[int, int, int], tuple[dist.ProcessGroup, Sequence[int]]],
+        holders_of: Callable[[int, int, int], tuple[dist.ProcessGroup | None, Sequence[int]]],
         weights_of: Callable[[int, int, Sequence[Span]], Tensors],
         arrived: Callable[[int, int, Sequence[Span], Tensors], None],
     ):
@@ -163,8 +167,8 @@ class Spreading:
             buckets: The blocks of this worker, cut into pieces that travel as one message. The same on all holders.
             world: The group of all members.
             holders_of: Returns the group of a block's holders and, for each holder, the number of its ranks in it: all
-                those that have the same of the block. It is given the block's first layer, the layer behind its last
-                one, and a ``Parts.slot`` of this rank.
+                those that have the same of the block; None: this rank alone has. It is given the block's first layer,
+                the layer behind its last one, and a ``Parts.slot`` of this rank.
             weights_of: Returns the weights of a layer, a part and spans of it, in place or as a copy.
             arrived: Called with a layer, a part, spans of it, and their weights, once these have come.
 
@@ -174,30 +178,29 @@ class Spreading:
         self._weights_of, self._arrived = weights_of, arrived
         self._messages: list[_Message] = []
         self._under_way: deque[_UnderWay] = deque()
-        ours, states, parts = dict[int, Tensors](), layout.states, cell.parts
+        mine, ours, states = Stretches.of(cell, layout), dict[int, Tensors](), layout.states
+        parts = cell.parts
         for bucket in gather_order(buckets, layout.num_layers) if layout.keepers else ():
             slices = {
                 layer: states[layer]
                 for layer in range(bucket.first, bucket.last)
-                if any(len(one.owners) < len(bucket.holders) for one in states[layer])
+                if mine.count > 1 or any(len(one.owners) < len(bucket.holders) for one in states[layer])
             }
             if not slices:
                 continue
             block = next(one for one in layout.blocks() if one.first <= bucket.first < one.last)
-            stepped = [
-                [(layer, span) for layer, found in slices.items() for span in firsts(found).get(worker, ())]
-                for worker in bucket.holders
-            ]
-            own = {
-                (layer, span) for layer, found in slices.items() for span in kept(found).get(cell.worker, ())
-            }
+            own = {*_spans(slices, kept, cell.worker, mine)}
             for part in parts.held:
                 slot = parts.slot(part)
                 ours |= {
                     layer * parts.slots + slot: weights_of(layer, part, [EVERYTHING]) for layer in slices
                 }
                 group, ranks = holders_of(block.first, block.last, slot)
-                self._messages.append(_Message(group, ranks, part, frozenset(slices), stepped, own))
+                if group is None:
+                    continue
+                seats, of = Seats.of(ranks, mine.count), bucket.holders
+                stepped = [_spans(slices, firsts, of[holder], one) for holder, one in seats.kept()]
+                self._messages.append(_Message(group, seats.ranks, part, frozenset(slices), stepped, own))
         if layout.keepers:
             agree(
                 ours,
@@ -225,7 +228,7 @@ class Spreading:
         for message in self._messages:
             every = self._weights(message)
             sizes = [sum(one.nbytes for _, own in each for one in own.values()) for each in every]
-            # All ranks of a holder that have the same weights send a piece of them each.
+            # All ranks of a seat have stepped the same weights, and send a piece of them each.
             if not (length := max(-(-size // each) for size, each in zip(sizes, message.ranks, strict=True))):
                 continue
             some = next(one for each in every for _, own in each for one in own.values())
@@ -256,7 +259,7 @@ class Spreading:
             self._end(self._under_way.popleft())
 
     def _weights(self, message: _Message) -> list[list[tuple[tuple[int, Span], Tensors]]]:
-        """Return, for each holder, (layer, span) and the weights of each slice of which it is the first owner."""
+        """Return, for each seat, (layer, span) and the weights of each span of which it is the first keeper."""
         return [
             [((layer, span), self._weights_of(layer, message.part, [span])) for layer, span in own]
             for own in message.stepped
@@ -277,18 +280,32 @@ class Spreading:
         return one.gathered.nbytes
 
 
+def _spans(
+    slices: Mapping[int, tuple[Slice, ...]],
+    of_worker: Callable[[tuple[Slice, ...]], Mapping[int, tuple[Span, ...]]],
+    worker: int,
+    own: Stretches,
+) -> list[tuple[int, Span]]:
+    """Return (layer, span) of what ``of_worker`` gives ``worker`` of these ``slices``, in its ``own`` stretches."""
+    return [
+        (layer, span)
+        for layer, found in slices.items()
+        for span in own.each(of_worker(found).get(worker, ()))
+    ]
+
+
 class _Message(NamedTuple):
     """What one gathering of a bucket consists of, for one part."""
 
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """The number of ranks in the group, for each holder."""
+    """The number of ranks of each seat in the group (``Seats``)."""
     part: int
     layers: frozenset[int]
     stepped: list[list[tuple[int, Span]]]
-    """For each holder, the slices (layer, span) of which it is the first owner."""
+    """For each seat, the spans (layer, span) of which it is the first keeper."""
     keeps: set[tuple[int, Span]]
-    """The slices (layer, span) that this worker keeps, and so has stepped itself."""
+    """The spans (layer, span) that this rank keeps, and so has stepped itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,8 +317,8 @@ class _UnderWay:
 
 
 def places(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (holder, index among the holder's ranks) for each rank of a group. ``ranks`` has each holder's number."""
-    return [(holder, number) for holder, count in enumerate(ranks) for number in range(count)]
+    """Return (seat, index among the seat's ranks) for each rank of a group. ``ranks`` has each seat's number."""
+    return [(seat, number) for seat, count in enumerate(ranks) for number in range(count)]
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -130,10 +130,4 @@ def _first_plan(job: JobSpec, profile: Profile, workers: int) -> Plan:
 
 @lru_cache(maxsize=4)
 def _whole_cluster(job: JobSpec, workers: int) -> ClusterState:
-    return initial_state(
-        nodes=(0,) * (workers * job.cell_size),
-        cell_size=job.cell_size,
-        context=job.alike_ranks,
-        experts=job.experts_of_one,
-        experts_work=job.experts_work,
-    )
+    return initial_state(nodes=(0,) * (workers * job.cell_size), **job.cells)

@@ -166,17 +166,12 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         optimizer_copies=line.config.optimizer_copies if line.use_distributed_optimizer else 0,
     )
     job.check(nodes * gpus)
+    costs = profile.costs.with_stretches(job.stretches)
     return Scenario(
         name=name,
         job=job,
-        state=initial_state(
-            nodes=tuple(rank // gpus for rank in range(nodes * gpus)),
-            cell_size=cell.size,
-            context=job.alike_ranks,
-            experts=job.experts_of_one,
-            experts_work=job.experts_work,
-        ),
-        profile=replace(profile, costs=replace(profile.costs, keeps_messages=line.config.resumes_steps)),
+        state=initial_state(nodes=tuple(rank // gpus for rank in range(nodes * gpus)), **job.cells),
+        profile=replace(profile, costs=replace(costs, keeps_messages=line.config.resumes_steps)),
         config=line.config,
         gpus_per_node=gpus,
         notes=(*line.notes, *known),

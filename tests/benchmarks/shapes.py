@@ -172,13 +172,7 @@ class Job:
             train_steps=1,
         )
         nodes = tuple(gpu // 8 for gpu in range(spec.cell_size * dp * pp))
-        state = initial_state(
-            nodes=nodes,
-            cell_size=spec.cell_size,
-            context=spec.alike_ranks,
-            experts=spec.experts_of_one,
-            experts_work=spec.experts_work,
-        )
+        state = initial_state(nodes=nodes, **spec.cells)
         return cls(
             spec=spec,
             profile=profile,

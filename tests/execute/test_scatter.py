@@ -18,9 +18,10 @@ def holder(rank: int, ranks: tuple[int, ...], folder: Path) -> None:
     import torch.distributed as dist
 
     from odyssey_megatron.execute.scatter import GradientRows, Slices
+    from odyssey_megatron.plan.placing.stretches import Seats
     from odyssey_megatron.rebuild.transfer import places
 
-    size, of_rank = sum(ranks), [one for one, _ in places(ranks)]
+    size = sum(ranks)
     if dist.is_initialized():  # this is a fork of the test process, where other tests need a group
         dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
@@ -35,11 +36,16 @@ def holder(rank: int, ranks: tuple[int, ...], folder: Path) -> None:
         mine, expected = everyone[rank].clone(), 0.5 * torch.stack(everyone).double().sum(0)
         views = torch.split(mine, sizes)
         # A slice may be of several parameters.
+        count = max(ranks) if case % 4 > 1 else 1  # of stretches
+        stretch = [at % count for at in range(len(sizes))]
         slices = [
-            Slices(who, [*torch.tensor_split(view, 2)]) for who, view in zip(owners, views, strict=True)
+            Slices(who, [*torch.tensor_split(view, 2)], number, count)
+            for who, view, number in zip(owners, views, stretch, strict=True)
         ]
         rows = GradientRows(slices, ranks, dist.group.WORLD)
-        assert rows.passes_on is ({*ranks} == {1})
+        assert rows.passes_on is ({*ranks} == {1} or count > 1)
+        seats = Seats.of(ranks, count)
+        seat = [at for at, _ in places(seats.ranks)]
         at_once = rows.passes_on and case % 2
         for low in range(0, rows.width, 7):
             high = min(low + 7, rows.width)
@@ -57,10 +63,10 @@ def holder(rank: int, ranks: tuple[int, ...], folder: Path) -> None:
         found = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(found, mine)
         at = 0
-        for who, number in zip(owners, sizes, strict=True):
-            here = slice(at, at + number)
+        for who, number, one in zip(owners, sizes, stretch, strict=True):
+            here, keep = slice(at, at + number), {seats.keeping(holder, one) for holder in who}
             for other in range(size):
-                if {of_rank[rank], of_rank[other]} <= set(who):
+                if {seat[rank], seat[other]} <= keep:
                     assert torch.allclose(mine[here].double(), expected[here], atol=1e-5)
                     assert torch.equal(mine[here], found[other][here])
             at += number

@@ -17,6 +17,7 @@ WAYS = {
     "activations": "--tensor-model-parallel-size 2",
     "pieces": "--tensor-model-parallel-size 2 --sequence-parallel",
     "contexts": "--context-parallel-size 2",
+    "contexts-slices": "--context-parallel-size 2 --use-distributed-optimizer",
     "gangs": f"{DEEPSEEK} --moe-router-dtype fp64 --moe-router-bias-update-rate 1e-3 {GANGS} {RECOMPUTED}",
     "gangs-slices": f"{MIXTRAL} {GANGS} --use-distributed-optimizer",
 }

@@ -128,7 +128,7 @@ class Coordinator:
         self.store, self.config, self.journal = Store(), config, Journal()
         self._planner = PolicyPlanner(config)
         nodes = tuple(0 for _ in range(ranks))
-        cluster = initial_state(nodes=nodes, cell_size=spec.cell_size, context=spec.alike_ranks)
+        cluster = initial_state(nodes=nodes, **spec.cells)
         self.store.put(keys.JOB, to_json({"job": to_json(spec), "profile": to_json(profile)}))
         self._offers = Offers(
             self._planner,

@@ -15,6 +15,7 @@ from odyssey_megatron.errors import TransferIncomplete
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.slices import Span, elements, without
+from odyssey_megatron.plan.placing.stretches import in_stretch, kept_by, stretches
 from odyssey_megatron.rebuild.manifest import Tensors
 from tests.execute.alone import apply_step
 from tests.execute.held import Outcome, State
@@ -149,21 +150,29 @@ class Sliced(Stack):
 
     def _slices(self, first: int, last: int, name: str) -> list[Slices]:
         holders, states = self._layout.all_holders[first], self._layout.states
-        if all(len(one.owners) == len(holders) for layer in range(first, last) for one in states[layer]):
+        count, every = stretches(self._cell, self._layout), [states[layer] for layer in range(first, last)]
+        if count == 1 and all(len(one.owners) == len(holders) for found in every for one in found):
             return []
         return [
             Slices(
                 tuple(map(holders.index, one.owners)),
-                [self._gradients[layer, name].view(-1)[self._within(name, one.span)]]
+                [
+                    self._gradients[layer, name].view(-1)[
+                        self._within(name, in_stretch(one.span, stretch, count))
+                    ]
+                ]
                 if (layer, name) in self._gradients
                 else [],
+                stretch,
+                count,
             )
             for layer in range(first, last)
             for one in states[layer]
+            for stretch in range(count)
         ]
 
     def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
-        kept = self._layout.spans_kept_by(self._worker)
+        kept = kept_by(self._cell, self._layout, self._worker)
         self.held = {layer: self.held[layer] for layer in self._mine}
         self.states = {layer: self.states[layer][:1] for layer in kept}
         for layer, spans in kept.items():

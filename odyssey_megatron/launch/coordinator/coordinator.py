@@ -192,14 +192,7 @@ class Coordinator:
             spec = from_json(JobSpec, posted["job"])
             spec.check(self._world_size)
             self._cell = spec.cell(0)
-            cluster = initial_state(
-                nodes=job.nodes,
-                started_s=job.cluster.started_s,
-                cell_size=spec.cell_size,
-                context=spec.alike_ranks,
-                experts=spec.experts_of_one,
-                experts_work=spec.experts_work,
-            )
+            cluster = initial_state(nodes=job.nodes, started_s=job.cluster.started_s, **spec.cells)
             self._job = job = replace(job, cluster=cluster)
             decided = self._planner.start(spec, cluster, posted["profile"])
         except (OdysseyError, ValueError) as error:

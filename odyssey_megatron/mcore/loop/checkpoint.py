@@ -267,7 +267,14 @@ class OptimizerView:
         spread over ranks; with Muon more.
         """
         spec = self._model.spec
-        kept = [one for one in self._own() if one.spans == (EVERYTHING,)] + [*brought_together.values()]
+        whole_here = [
+            layer.optimizer
+            for layer in self._model.holdings.layers
+            if layer.optimizer is not None
+            and layer.optimizer.spans == (EVERYTHING,)
+            and layer.index not in brought_together
+        ]
+        kept = [*whole_here, *brought_together.values()]
         chunks = [block.model for block in self._model.holdings.chunks] or [
             self._model.holdings.idle_block().model
         ]
@@ -300,7 +307,7 @@ class OptimizerView:
         return whole
 
 
-def _nobody() -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+def _nobody() -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
     raise AssertionError("without a job there are no other holders")
 
 

@@ -161,32 +161,37 @@ def counted_numbers(layer: HeldLayer, spans: Sequence[Span], cell: Cell) -> list
     return [
         (one.together(main_grad(one.parameter)), times)
         for one in ranges(layer, cell.parts.each, spans)
-        if (times := _times(one.parameter, cell)) is not None
+        if (times := _times(one.parameter, cell, cut=True)) is not None
     ]
 
 
-def _times(parameter: torch.Tensor, cell: Cell) -> int | None:
+def _times(parameter: torch.Tensor, cell: Cell, *, cut: bool = False) -> int | None:
     """The number of times that this rank counts ``parameter``: 0 if it is a duplicate that another tensor-parallel rank
     counts (megatron core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``), None if
     another rank has the same gradient sums. What is marked as cut is counted by each rank of a whole cell.
+
+    ``cut``: ranks that have the same part of every layer share out the sums (``plan/placing/stretches.py``).
     """
     spread = experts.is_spread(parameter)
-    if cell.index >= (cell.expert_parts if spread else cell.tensor):
+    index = cell.index % math.lcm(cell.tensor, cell.expert_parts) if cut else cell.index
+    if index >= (cell.expert_parts if spread else cell.tensor):
         return None
-    is_first = cell.index % ((cell.expert_tensor or cell.tensor) if spread else cell.tensor) == 0
+    is_first = index % ((cell.expert_tensor or cell.tensor) if spread else cell.tensor) == 0
     if is_duplicated(parameter):
         return cell.tensor_each
     return int(is_first or getattr(parameter, "tensor_model_parallel", False))
 
 
-def squared_weights(layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Cell) -> torch.Tensor:
+def squared_weights(
+    layers: Iterable[tuple[HeldLayer, Sequence[Span]]], cell: Cell, *, cut: bool
+) -> torch.Tensor:
     """The sum of the squared parameters that this rank counts, in the given slices of ``layers``: [1], float64. The
-    parameters are those that are optimized, or, for fp16, the model's, as in Megatron.
+    parameters are those that are optimized, or, for fp16, the model's, as in Megatron. ``cut``: see :func:`_times`.
     """
     total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     for layer, spans in layers:
         for one in layer.optimizer.kept() if layer.optimizer is not None else ():
-            if one.of.span in spans and (times := _times(one.of.parameter, cell)):
+            if one.of.span in spans and (times := _times(one.of.parameter, cell, cut=cut)):
                 weight = one.shown if layer.config.fp16 else one.main
                 total += times * torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).square()
     return total

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.plan.placing.slices import EVERYTHING, Slice, Span, firsts, kept
+from odyssey_megatron.plan.placing.stretches import Seats, stretches
 from odyssey_megatron.rebuild.transfer import packed, places, unpack
 
-HoldersOf = Callable[[int, int, int], tuple[dist.ProcessGroup, Sequence[int]]]
+HoldersOf = Callable[[int, int, int], tuple[dist.ProcessGroup | None, Sequence[int]]]
 """Maps the first layer of a block, its last + 1, and a ``Parts.slot`` of this rank to the group of the block's holders,
-with all ranks of each holder that have the same part, and the number of these ranks for each holder.
+with all ranks of each holder that have the same part, and the number of these ranks for each holder. None: this rank
+alone has the part.
 """
 
 
@@ -29,8 +31,8 @@ class _Part(NamedTuple):
     number: int
     """Position of the part among those of this rank."""
     group: dist.ProcessGroup
-    ranks: Sequence[int]
-    """Number of ranks of each holder in the group."""
+    seats: Seats
+    """Those of the ranks in the group."""
     holders: tuple[int, ...]
     speaker: int
     slices: tuple[Slice, ...]
@@ -38,12 +40,15 @@ class _Part(NamedTuple):
     @property
     def root(self) -> int:
         """The rank in the group that gathers the part: the speaker's first."""
-        return sum(self.ranks[: self.holders.index(self.speaker)])
+        return sum(self.seats.ranks[: self.seats.keeping(self.holders.index(self.speaker), 0)])
 
-    @property
-    def workers(self) -> list[int]:
-        """The worker of each rank of the group."""
-        return [self.holders[holder] for holder, _ in places(self.ranks)]
+    def spans(self, of_workers: Mapping[int, Sequence[Span]]) -> list[tuple[Span, ...]]:
+        """What each rank of the group has of the spans of its worker."""
+        kept = self.seats.kept()
+        return [
+            kept[seat][1].each(of_workers.get(self.holders[kept[seat][0]], ()))
+            for seat, _ in places(self.seats.ranks)
+        ]
 
     @property
     def is_here(self) -> bool:
@@ -59,13 +64,17 @@ class WholeLayers:
     def _parts(self) -> Iterator[_Part]:
         place, states = self._holdings.place, self._holdings.place.layout.states
         cell, layout = place.cell, place.layout
+        count = stretches(cell, layout)
         for block in layout.blocks() if layout.keepers else ():
             for layer in range(block.first, block.last) if place.worker in block.holders else ():
-                if not is_cut(states[layer]):
+                if count == 1 and not is_cut(states[layer]):
                     continue
+                speaker = layout.speaker(layer)
                 for number, part in enumerate(cell.parts.held):
-                    shared = self._holders_of(block.first, block.last, cell.parts.slot(part))
-                    yield _Part(layer, number, *shared, block.holders, layout.speaker(layer), states[layer])
+                    group, ranks = self._holders_of(block.first, block.last, cell.parts.slot(part))
+                    if group is not None:
+                        seats = Seats.of(ranks, count)
+                        yield _Part(layer, number, group, seats, block.holders, speaker, states[layer])
 
     def new(self) -> dict[int, LayerOptimizer]:
         """Optimizers with unused state for the layers that are gathered here, by layer."""
@@ -81,11 +90,12 @@ class WholeLayers:
         """Optimizers with all owners' current state for the layers that are gathered here, by layer. Collective."""
         made, own = self.new(), {one.index: one.optimizer for one in self._holdings.layers}
         for one in self._parts():
-            flat = self._padded(own[one.layer], one, firsts(one.slices))
-            rooms = [torch.empty_like(flat) for _ in one.workers] if one.is_here else None
+            spans = one.spans(firsts(one.slices))
+            flat = _padded(own[one.layer], one, spans[one.group.rank()])
+            rooms = [torch.empty_like(flat) for _ in spans] if one.is_here else None
             dist.gather(flat, rooms, group=one.group, group_dst=one.root)
-            for worker, room in zip(one.workers, rooms or (), strict=False):
-                _fill(made[one.layer], one.number, firsts(one.slices).get(worker, ()), room)
+            for theirs, room in zip(spans, rooms or (), strict=False):
+                _fill(made[one.layer], one.number, theirs, room)
         return made
 
     @torch.no_grad()
@@ -93,27 +103,25 @@ class WholeLayers:
         """Send all owners what was loaded into the optimizers that :meth:`new` has ``made``. Collective."""
         own = {one.index: one.optimizer for one in self._holdings.layers}
         for one in self._parts():
-            mine, spans, rooms = own[one.layer], kept(one.slices), None
-            flat = self._padded(mine, one, spans)
+            mine, spans, rooms = own[one.layer], one.spans(kept(one.slices)), None
+            flat = _padded(mine, one, spans[one.group.rank()])
             if one.is_here:
-                rooms = [torch.zeros_like(flat) for _ in one.workers]
-                for worker, room in zip(one.workers, rooms, strict=True):
-                    sent = _bytes(made[one.layer], one.number, spans.get(worker, ()))
+                rooms = [torch.zeros_like(flat) for _ in spans]
+                for theirs, room in zip(spans, rooms, strict=True):
+                    sent = _bytes(made[one.layer], one.number, theirs)
                     room[: sent.numel()] = sent
             dist.scatter(flat, rooms, group=one.group, group_src=one.root)
             if mine is not None:
-                _fill(mine, one.number, spans.get(self._holdings.place.worker, ()), flat)
+                _fill(mine, one.number, spans[one.group.rank()], flat)
                 mine.take_over()
 
-    def _padded(
-        self, own: LayerOptimizer | None, one: _Part, spans: Mapping[int, Sequence[Span]]
-    ) -> torch.Tensor:
-        """This rank's bytes of ``spans``, padded with zeros to the length of the longest in the group: 1-D, uint8."""
-        mine = spans.get(self._holdings.place.worker, ())
-        flat = _bytes(own, one.number, mine if own is not None else ())
-        length = torch.tensor(flat.numel(), device=flat.device)
-        dist.all_reduce(length, op=dist.ReduceOp.MAX, group=one.group)
-        return torch.cat([flat, flat.new_zeros(int(length) - flat.numel())])
+
+def _padded(own: LayerOptimizer | None, one: _Part, mine: Sequence[Span]) -> torch.Tensor:
+    """This rank's bytes of its spans ``mine``, padded with zeros to the length of the longest: 1-D, uint8."""
+    flat = _bytes(own, one.number, mine if own is not None else ())
+    length = torch.tensor(flat.numel(), device=flat.device)
+    dist.all_reduce(length, op=dist.ReduceOp.MAX, group=one.group)
+    return torch.cat([flat, flat.new_zeros(int(length) - flat.numel())])
 
 
 def _bytes(optimizer: LayerOptimizer | None, number: int, spans: Sequence[Span]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.placing.slices import Span
 
 Blocks = Mapping[tuple[int, int], LayerBlock]
 """Blocks by (first layer, last layer + 1)."""
@@ -71,16 +72,16 @@ def _unwrap(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def unsent(
-    layout: Layout, worker: int, held: Mapping[int, HeldLayer], arriving: Collection[int]
+    kept: Mapping[int, tuple[Span, ...]], held: Mapping[int, HeldLayer], arriving: Collection[int]
 ) -> list[int]:
-    """The layers whose optimizer state ``worker`` keeps under ``layout``, but neither has nor is being sent.
+    """The layers of whose optimizer state a rank is to keep the spans ``kept``, but neither has nor is being sent them.
 
     Args:
         arriving: the layers whose state is expected here, or has arrived.
     """
     return [
         layer
-        for layer, spans in layout.spans_kept_by(worker).items()
+        for layer, spans in kept.items()
         if layer not in arriving
         and (layer not in held or not any(one.spans == spans for one in held[layer].states[:1]))
     ]

@@ -21,6 +21,7 @@ from odyssey_megatron.mcore.model.parts import Parts
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.slices import Span, kept
+from odyssey_megatron.plan.placing.stretches import Stretches
 
 Digests = Mapping[tuple[int, Span | None], bytes]
 """(layer, span of its optimizer state, or None for its weights) -> the digest."""
@@ -63,15 +64,19 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
     return result.digest()
 
 
-def digests(layers: Iterable[HeldLayer], parts: Parts) -> list[dict[tuple[int, Span | None], bytes]]:
-    """For each of ``parts``, the digests of the weights of each layer and of the optimizer state that is kept here."""
+def digests(
+    layers: Iterable[HeldLayer], parts: Parts, own: Stretches
+) -> list[dict[tuple[int, Span | None], bytes]]:
+    """For each of ``parts``, the digests of the weights of each layer and of the optimizer state that is kept here, in
+    spans that other ranks may keep, too.
+    """
     found: list[dict[tuple[int, Span | None], bytes]] = [{} for _ in parts]
     for layer in layers:
         for part, result in zip(parts, found, strict=True):
             result[layer.index, None] = digest(parts.of(layer, layer.weights(), part).values())
         if layer.optimizer is not None:
             with layer.optimizer.at_hand():
-                for span in layer.optimizer.spans:
+                for span in own.apart(layer.optimizer.spans):
                     for part, result in zip(parts, found, strict=True):
                         numbers = layer.optimizer.numbers(parts.number(part), span)
                         result[layer.index, span] = digest(numbers.values())
@@ -79,7 +84,13 @@ def digests(layers: Iterable[HeldLayer], parts: Parts) -> list[dict[tuple[int, S
 
 
 def odd_ones(
-    mine: Mapping[int, Digests], group: dist.ProcessGroup, *, rank: int, cell_size: int, layout: Layout
+    mine: Mapping[int, Digests],
+    group: dist.ProcessGroup,
+    *,
+    rank: int,
+    cell_size: int,
+    layout: Layout,
+    stretches: int = 1,
 ) -> dict[int, str]:
     """Worker -> how its state differs from the other holders'; empty if all holders of each layer have the same.
 
@@ -90,6 +101,7 @@ def odd_ones(
             have the same part, and a rank of a smaller cell has several.
         rank: this rank's number in the job.
         cell_size: number of ranks of a whole worker.
+        stretches: number of those of each layer (``plan/placing/stretches.py``).
 
     Raises:
         HoldersDiffer: on every rank alike, if it is unclear who is right.
@@ -99,9 +111,9 @@ def odd_ones(
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     # For each layer a column for its weights, and one for each slice that a worker may keep; the layout says which
     # slices they are.
-    width = 1 + max(layout.copies, 1)
+    width = 1 + max(layout.copies, 1) * stretches
     table = torch.full((int(most), 2 + len(layout.all_holders) * width), NOTHING, dtype=torch.int64)
-    own = _kinds(layout, rank // cell_size)
+    own = _kinds(layout, rank // cell_size, stretches)
     for row, (part, digests_of_it) in zip(table, mine.items(), strict=False):
         row[:2] = torch.tensor([rank, part])
         for (layer, span), value in digests_of_it.items():
@@ -110,7 +122,7 @@ def odd_ones(
     dist.all_gather(tables, table, group=group)
     rows = []
     for number, part, *values in (row for one in tables for row in one.tolist()):
-        of_worker = enumerate(_kinds(layout, number // cell_size) if number >= 0 else ())
+        of_worker = enumerate(_kinds(layout, number // cell_size, stretches) if number >= 0 else ())
         places = {
             (layer, span): values[layer * width + at]
             for layer, kinds in of_worker
@@ -118,7 +130,7 @@ def odd_ones(
         }
         rows.append((number, part, places))
     found = differences(rows)
-    odd = decided(found, layout, cell_size)
+    odd = decided(found, layout, cell_size, shares=stretches > 1)
     if odd is None:
         said = [one.said(num_layers) for one in found]
         raise HoldersDiffer(
@@ -129,9 +141,10 @@ def odd_ones(
     return odd
 
 
-def _kinds(layout: Layout, worker: int) -> list[list[Span | None]]:
-    """For each layer, what ``worker`` may have of it: the weights (None), and the spans of optimizer state."""
-    return [[None, *kept(found).get(worker, ())] for found in layout.states]
+def _kinds(layout: Layout, worker: int, stretches: int) -> list[list[Span | None]]:
+    """For each layer, what ranks of ``worker`` may have of it: the weights (None), and the spans of optimizer state."""
+    every = Stretches(stretches, range(stretches))
+    return [[None, *every.each(kept(found).get(worker, ()))] for found in layout.states]
 
 
 def differences(rows: Iterable[Row]) -> list[Difference]:
@@ -156,14 +169,17 @@ _WEIGHTS: Span = (-1, -1)
 """Stands for the weights in place of a span, so that they are sorted first."""
 
 
-def decided(found: Sequence[Difference], layout: Layout, cell_size: int) -> dict[int, str] | None:
+def decided(
+    found: Sequence[Difference], layout: Layout, cell_size: int, *, shares: bool = False
+) -> dict[int, str] | None:
     """Worker -> how its state differs from that of those who are right.
 
     Right is what more than half, and at least two, of those holders have that make the step by themselves. With the
     distributed optimizer, weights that others have stepped are no second opinion on it: where the owners of a layer's
     slices differ, and it is clear which of them is wrong, the other holders will be sent right weights again. Where the
     owners agree, weights were changed after a step, and most holders have the right ones. A worker whose own ranks
-    differ has nothing that is right.
+    differ has nothing that is right; but where they share out the state (``shares``), and so send each other weights,
+    somebody else's wrong ones make them differ.
 
     Returns:
         None if it is unclear for any difference who is right, or if nobody who is right would be left for some layer.
@@ -176,7 +192,7 @@ def decided(found: Sequence[Difference], layout: Layout, cell_size: int) -> dict
             for worker in {rank // cell_size for rank in ranks}:
                 having[worker] = UNLIKE if worker in having else value
         if one.span is None and one.layer in stepped_wrongly:
-            unlike = [worker for worker, value in having.items() if value == UNLIKE]
+            unlike = [worker for worker, value in having.items() if value == UNLIKE and not shares]
             odd |= {worker: _said(one, UNLIKE, 0, layout.num_layers) for worker in sorted(unlike)}
             continue
         keepers = [worker for worker in layout.all_holders[one.layer] if worker in having]

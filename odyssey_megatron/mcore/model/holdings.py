@@ -27,6 +27,7 @@ from odyssey_megatron.mcore.model.parts import Parts
 from odyssey_megatron.mcore.model.place import Place
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.slices import EVERYTHING, Span
+from odyssey_megatron.plan.placing.stretches import Stretches
 
 
 class Holdings:
@@ -61,6 +62,11 @@ class Holdings:
     def chunks(self) -> list[LayerBlock]:
         """This worker's chunks of Megatron's model, in the order of their layers."""
         return [self.blocks[span] for span in sorted(self.blocks) if self.blocks[span].is_chunk]
+
+    @property
+    def stretches(self) -> Stretches:
+        """Which stretches of its layers this rank keeps state of under the current layout."""
+        return Stretches.of(self.cell, self.layout)
 
     @property
     def place(self) -> Place:
@@ -175,7 +181,9 @@ class Holdings:
         on all holders.
         """
         found = {}
-        for shard, of_part in zip(self.place.shards, digests(self._current(), self.parts), strict=True):
+        for shard, of_part in zip(
+            self.place.shards, digests(self._current(), self.parts, self.stretches), strict=True
+        ):
             for (layer, span), value in of_part.items():
                 kind = "" if span is None else ".optimizer"
                 kind += f":{span[0]}-{span[1]}" if span not in (None, EVERYTHING) else ""
@@ -188,8 +196,15 @@ class Holdings:
         Collective. ``rank`` is this rank's number in the job. Raises HoldersDiffer, on all ranks alike, if it is
         unclear who is right.
         """
-        held = dict(zip(self.parts, digests(self._current(), self.parts), strict=True))
-        return odd_ones(held, world, rank=rank, cell_size=self.cell.full, layout=self.layout)
+        held = dict(zip(self.parts, digests(self._current(), self.parts, self.stretches), strict=True))
+        return odd_ones(
+            held,
+            world,
+            rank=rank,
+            cell_size=self.cell.full,
+            layout=self.layout,
+            stretches=self.stretches.count,
+        )
 
     def moved_bytes(self, layer: int) -> int:
         """The number of bytes of all state of one part of a layer, wherever its tensors lie."""

@@ -17,6 +17,7 @@ from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.mcore.model.parts import Tensors
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, within, without
+from odyssey_megatron.plan.placing.stretches import kept_by
 
 
 class StateTransfer:
@@ -131,7 +132,8 @@ class StateTransfer:
             TransferIncomplete: the state of a layer is neither held nor expected.
         """
         self._holdings.held.update(self._arriving.take_layers())
-        if lacking := unsent(layout, worker, self._holdings.held, self._arriving.states):
+        kept = kept_by(self._holdings.cell, layout, worker)
+        if lacking := unsent(kept, self._holdings.held, self._arriving.states):
             raise TransferIncomplete(f"worker {worker} was not sent layer(s) {lacking}")
 
     def settled(self) -> None:

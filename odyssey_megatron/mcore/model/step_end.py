@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -12,13 +12,14 @@ from odyssey_megatron.mcore.loop.microbatches import Microbatches
 from odyssey_megatron.mcore.loop.outcome import StepOutcome
 from odyssey_megatron.mcore.model.clipping import clipped
 from odyssey_megatron.mcore.model.holdings import Holdings
+from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.logits import LargestLogit
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LearningRate
 from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.names import step_name
-from odyssey_megatron.plan.placing.slices import firsts
+from odyssey_megatron.plan.placing.slices import Span, firsts
 from odyssey_megatron.plan.schedule import Instr
 
 
@@ -106,14 +107,19 @@ class StepEnd:
         if layout.keepers:
             return [
                 one
-                for layer in holdings.layers
-                for one in outcome.counted_numbers(
-                    layer, firsts(layout.states[layer.index]).get(worker, ()), holdings.cell
-                )
+                for layer, spans in self._first_spans()
+                for one in outcome.counted_numbers(layer, spans, holdings.cell)
             ]
         own = [block for block in layout.blocks() if block.holders[0] == worker]
         blocks = [holdings.blocks[block.first, block.last] for block in own]
         return [one for block in blocks for one in outcome.counted_gradients(block, holdings.cell)]
+
+    def _first_spans(self) -> Iterator[tuple[HeldLayer, tuple[Span, ...]]]:
+        """Yield each layer with the spans of which this rank is the first keeper."""
+        holdings = self._holdings
+        own, states = holdings.stretches, holdings.layout.states
+        for layer in holdings.layers:
+            yield layer, own.spans(firsts(states[layer.index]).get(holdings.worker, ()))
 
     def timed(self, took_s: Callable[[], Mapping[Instr, float]]) -> None:
         """Report the times ``took_s`` that this rank's instructions took in a step that is over."""
@@ -121,9 +127,8 @@ class StepEnd:
 
     def squared_weights(self) -> torch.Tensor:
         """This rank's share of the sum of all squared parameters, [1], float64. A slice's first owner counts it."""
-        states, worker = self._holdings.layout.states, self._holdings.worker
-        counted = ((one, firsts(states[one.index]).get(worker, ())) for one in self._holdings.layers)
-        return outcome.squared_weights(counted, self._holdings.cell)
+        cut = bool(self._holdings.layout.keepers)
+        return outcome.squared_weights(self._first_spans(), self._holdings.cell, cut=cut)
 
     def local_losses(self) -> torch.Tensor:
         """The losses of this rank's share of the evaluated microbatches; summed over ranks they are a table of all,
@@ -166,10 +171,11 @@ class StepEnd:
         kept = {at: layer.optimizer for at, layer in holdings.held.items() if layer.optimizer is not None}
         lr = self.learning_rate.set(list(kept.values()), step, batches, self._loss_scale)
         spare = holdings.layout.spare_states(holdings.worker) if self._spare_on_host else {}
+        own = holdings.stretches
         for index, optimizer in kept.items():
             if not skipped:
                 optimizer.apply(gradient.scale)
-            optimizer.park(spare.get(index, ()))
+            optimizer.park(own.spans(spare.get(index, ())))
             checkpoint()
         self._routing.balance(holdings.held, routed)  # after a skipped step, too
         self._loss_scale.update(skipped=skipped, samples=batches.size(step))

@@ -20,14 +20,20 @@ def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
 
     These are weights and gradients of its layers, its slices of optimizer state, and messages that are kept.
     """
-    total = _message_bytes(layout, costs)
-    rows = zip(layout.all_holders, layout.states, costs.all_layers, strict=True)
-    for (holders, found), alike in groupby(rows, lambda row: row[:2]):
-        layers = [layer for _, _, layer in alike]
-        each = sum(one.weight_bytes + one.gradient_bytes for one in layers)
-        optimizer = Counter(one.optimizer_bytes for one in layers)
+    total, optimizer = _message_bytes(layout, costs), _optimizer_bytes(layout, costs)
+    for holders, alike in groupby(zip(layout.all_holders, costs.all_layers, strict=True), lambda row: row[0]):
+        each = sum(one.weight_bytes + one.gradient_bytes for _, one in alike)
         for worker in holders:
             total[worker] += each
+    return {worker: size + optimizer[worker] for worker, size in total.items()}
+
+
+def _optimizer_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
+    """Return, for each worker, the bytes of its slices of optimizer state."""
+    total = dict.fromkeys(layout.workers, 0)
+    rows = zip(layout.states, costs.all_layers, strict=True)
+    for found, alike in groupby(rows, lambda row: row[0]):
+        optimizer = Counter(one.optimizer_bytes for _, one in alike)
         of_shares: dict[int, int] = {}
         for worker, shares in kept_shares(found).items():
             if shares not in of_shares:
@@ -122,8 +128,8 @@ def activation_caps(
     state, shares = state_bytes(layout, costs), shares or {}
     most = _alike(layout, state)
     if shares:
-        messages = _message_bytes(layout, costs)
-        state, most = (_beside_activations(one, messages, shares) for one in (state, most))
+        parts = _message_bytes(layout, costs), _alike(layout, _optimizer_bytes(layout, costs))
+        state, most = (_beside_activations(one, *parts, shares) for one in (state, most))
     budget = {worker: int(budget_bytes * shares.get(worker, WHOLE_CELL).ranks) for worker in floor}
     for worker, least in floor.items():
         if state[worker] + least > budget[worker]:
@@ -173,8 +179,7 @@ def per_rank(
     """Return the peak bytes of each worker's own ranks, from ``peak_bytes`` as if all workers were whole cells."""
     if not shares:
         return peak_bytes
-    state = state_bytes(layout, costs)
-    beside = _beside_activations(state, _message_bytes(layout, costs), shares)
+    state, beside = state_bytes(layout, costs), beside_activations(layout, costs, shares)
     return tuple(
         (worker, ceil((size - state[worker] + beside[worker]) / shares.get(worker, WHOLE_CELL).ranks))
         for worker, size in peak_bytes
@@ -185,18 +190,23 @@ def beside_activations(layout: Layout, costs: Costs, shares: Mapping[int, Share]
     """Return :func:`state_bytes`, but for workers that are not whole cells (``shares``) what a whole cell's rank would
     have if it had ``Share.ranks`` times the bytes of their ranks.
     """
-    return _beside_activations(state_bytes(layout, costs), _message_bytes(layout, costs), shares)
+    parts = _message_bytes(layout, costs), _optimizer_bytes(layout, costs)
+    return _beside_activations(state_bytes(layout, costs), *parts, shares)
 
 
 def _beside_activations(
-    state: Mapping[int, int], messages: Mapping[int, int], shares: Mapping[int, Share]
+    state: Mapping[int, int],
+    messages: Mapping[int, int],
+    optimizer: Mapping[int, int],
+    shares: Mapping[int, Share],
 ) -> dict[int, int]:
     """Return the bytes of ``state`` that count, beside activations, against each worker's scaled budget.
 
     ``messages``: the part of it that are messages, of which a rank has as many times those of a whole cell's as of
-    activations.
+    activations. ``optimizer``: the part that is optimizer state.
     """
     return {
-        worker: messages[worker] + ceil((size - messages[worker]) * shares.get(worker, WHOLE_CELL).state)
+        worker: messages[worker]
+        + ceil(shares.get(worker, WHOLE_CELL).scaled(size - messages[worker], optimizer[worker]))
         for worker, size in state.items()
     }

@@ -153,7 +153,10 @@ def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
     sent, received = defaultdict[int, float](float), defaultdict[int, float](float)
     sizes = [one.state_bytes for one in costs.all_layers]
     for layer, source, target, span in transfers:
-        seconds = costs.link_latency_s + bytes_of(span, sizes[layer]) / costs.link_bytes_per_s
+        # Each rank moves a stretch.
+        seconds = (
+            costs.link_latency_s + bytes_of(span, sizes[layer]) / costs.stretches / costs.link_bytes_per_s
+        )
         sent[source] += seconds
         received[target] += seconds
     return max((*sent.values(), *received.values()), default=0.0)

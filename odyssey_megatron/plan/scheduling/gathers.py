@@ -19,7 +19,7 @@ def gather_order(buckets: Iterable[Block], num_layers: int) -> list[Block]:
 
 
 def gather_s(costs: Costs, first: int, last: int, holders: int) -> float:
-    """Return the time of a ring all-gather of a bucket's weights by k ``holders``.
+    """Return the time of a ring all-gather of a bucket's weights by k ``holders``, or ranks of theirs.
 
     It sends (k - 1) / k of the bytes, half as much as an all-reduce.
     """
@@ -34,8 +34,9 @@ def least_late_s(costs: Costs, holders: int, copies: int) -> float:
 
     No forward begins before the embedding's weights have arrived, and the tied weight if there is one.
     """
-    if not 0 < copies < holders:
+    if not 0 < copies < holders and costs.stretches == 1:
         return 0.0
+    holders *= costs.stretches
     last = len(costs.layers)
     shared_s = gather_s(costs, last, last + 1, holders) if costs.tied else 0.0
     return shared_s + gather_s(costs, 0, 1, holders)
@@ -53,9 +54,9 @@ def weights_late_s(
         return 0.0
     free_s, arrived_s = dict.fromkeys(layout.workers, 0.0), list[tuple[Block, float]]()
     for one in gather_order(buckets, layout.num_layers):
-        if (holders := holders_of(one, alike)) > layout.copies:
+        if (holders := holders_of(one, alike)) > layout.copies or costs.stretches > 1:
             start_s = max(free_s[worker] for worker in one.holders)
-            end_s = start_s + gather_s(costs, one.first, one.last, holders)
+            end_s = start_s + gather_s(costs, one.first, one.last, holders * costs.stretches)
             free_s.update(dict.fromkeys(one.holders, end_s))
             arrived_s.append((one, end_s))
     late_s = max((end_s for one, end_s in arrived_s if one.first >= layout.num_layers), default=0.0)

@@ -11,6 +11,7 @@ from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.placing import groups
 from odyssey_megatron.plan.placing.slices import Span
+from odyssey_megatron.plan.placing.stretches import kept_by
 from odyssey_megatron.plan.placing.transfer import needed_at_once
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.schedule import Program
@@ -76,8 +77,8 @@ class Assignment:
 
     @cached_property
     def kept(self) -> Mapping[int, tuple[Span, ...]]:
-        """Layer -> the spans of its optimizer state that this worker keeps."""
-        return self.layout.spans_kept_by(self.worker)
+        """Layer -> the spans of its optimizer state that this rank keeps."""
+        return kept_by(self.cell, self.layout, self.worker)
 
     @cached_property
     def buckets(self) -> tuple[Block, ...]:

@@ -128,9 +128,13 @@ class Splits:
     def kept_bytes(self, one: Stage) -> int:
         """Return the bytes of weights, gradients and optimizer state of a worker (:class:`Share`)."""
         both_ends = len(one.spans) > 1 and one.first == 0 and one.spans[-1][1] == self.last
-        twice = self.costs.tied.kept_bytes if self.costs.tied and both_ends else 0
-        whole = sum(self.costs.spans.kept_bytes(a, b) for a, b in one.spans) - twice
-        return whole if one.share.state == 1.0 else ceil(whole * one.share.state)
+        tied, spans = self.costs.tied, self.costs.spans
+        whole = sum(spans.kept_bytes(a, b) for a, b in one.spans)
+        optimizer = sum(spans.optimizer_bytes(a, b) for a, b in one.spans)
+        if tied and both_ends:  # it is counted twice
+            whole, optimizer = whole - tied.kept_bytes, optimizer - tied.optimizer_bytes
+        kept: float = one.share.scaled(whole, optimizer)
+        return ceil(kept)
 
     @property
     def _healthy(self) -> tuple[Slow, Table]:
@@ -205,11 +209,12 @@ def stage_times_s(
     work = cut.compute_s.table() / slow.speed
     found = work
     if budget_bytes is not None:
-        kept = cut.kept_bytes_table()
+        kept, optimizer = cut.kept_bytes.table(), cut.optimizer_bytes.table()
         if legs > 1 and costs.tied:
             kept[0] += costs.tied.kept_bytes
+            optimizer[0] += costs.tied.optimizer_bytes
         if slow.share.state != 1.0:
-            kept = np.ceil(kept * slow.share.state).astype(np.int64)
+            kept = np.ceil(slow.share.scaled(kept, optimizer)).astype(np.int64)
         room = int(budget_bytes * slow.share.ranks) - kept
         each = cut.activation_bytes.table()
         has_room, keeps = room >= each, each > 0
