@@ -21,7 +21,7 @@ from odyssey_megatron.plan.scheduling.tasks import (
     summed,
     tasks_of,
 )
-from tests.plan.samples import measured, uniform_costs
+from tests.plan.samples import layer, measured, uniform_costs
 
 LAYERS = 32
 
@@ -58,6 +58,27 @@ def test_by_measured_times_an_order_is_hardly_longer_than_by_equal_ones(args, se
 @pytest.mark.parametrize("args", SHAPES)
 def test_an_order_is_timed_by_real_times(args):
     shape, costs = shape_of(*args), measured(uniform_costs(LAYERS), message_s=0.02)
+    solved, tasks = best_order(shape, costs), numbered_tasks(shape, costs)
+    queues = [[(code & 7) * len(tasks.visits) + (code >> 3) for code in queue] for queue in solved.queues]
+    assert finished(tasks, queues) == [round(done_s * TICKS_PER_S) for done_s in solved.done_s]
+
+
+def test_who_has_waited_in_vain_is_timed_as_in_a_job():
+    """Three pipelines of two stages with one worker more behind them all. While an order was looked for, some
+    waited for a forward that then did not fit into their memory, and computed something else later than they could
+    have.
+    """
+    heavy = layer(0.9, 0.9, 1.9, activation_bytes=31)
+    ends = layer(0.002, 0.006, 0.02, activation_bytes=39), layer(2.0, 0.8, 0.6, activation_bytes=13)
+    costs = replace(uniform_costs(6, message_s=0.39), layers=(ends[0], *(heavy,) * 4, ends[1]))
+    whole = ((0, 5, 8, 13), 0, 1), ((1, 6, 9, 14), 2, 3), ((2, 7, 10, 15), 4, 5)
+    left = ((3, 11), 0, 6), ((4,), 2, 6), ((12,), 4, 6)
+    shape = Shape(
+        routes=tuple((ids, ((first, 0, 3), (last, 3, 6))) for ids, first, last in (*whole, *left)),
+        caps=(202, 150) * 3 + (150,),
+        speeds=(1.0,) * 7,
+        sums_s=(4.1, 4.3) * 3 + (4.3,),
+    )
     solved, tasks = best_order(shape, costs), numbered_tasks(shape, costs)
     queues = [[(code & 7) * len(tasks.visits) + (code >> 3) for code in queue] for queue in solved.queues]
     assert finished(tasks, queues) == [round(done_s * TICKS_PER_S) for done_s in solved.done_s]

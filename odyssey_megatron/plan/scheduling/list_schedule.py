@@ -199,7 +199,8 @@ def _better(
     if found is None:
         return best
     done, queues = found
-    if one.by is not one.tasks:
+    # Who waited for a forward that then did not fit might have computed something else: nobody waits so in a job.
+    if one.by is not one.tasks or one.patience:
         timed = finished(one.tasks, queues)
         assert timed is not None, "what was list-scheduled runs"
         done = timed
