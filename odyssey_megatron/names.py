@@ -23,19 +23,23 @@ def _named(num_layers: int) -> dict[int, str]:
 
 def layer_names(layers: Iterable[int], num_layers: int) -> str:
     """Return the names of layers, as in ``the embedding, layers 1 to 3, layer 5 and the head``."""
-    ends, inner = _named(num_layers), list[list[int]]()
-    named = sorted(layers)
-    for layer in named:
-        if layer in ends:
-            continue
-        if inner and inner[-1][-1] == layer - 1:
-            inner[-1].append(layer)
-        else:
-            inner.append([layer])
+    ends, named = _named(num_layers), sorted(layers)
+    inner = runs_of(layer for layer in named if layer not in ends)
     runs = [f"layers {run[0]} to {run[-1]}" if len(run) > 1 else f"layer {run[0]}" for run in inner]
     behind = [ends[layer] for layer in named if layer in ends and layer]
     parts = [*(["the embedding"] if 0 in named else []), *runs, *behind]
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Return the ascending ``numbers`` in runs of consecutive ones."""
+    runs: list[list[int]] = []
+    for one in numbers:
+        if runs and runs[-1][-1] == one - 1:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
 
 
 def first_few(numbers: Sequence[int]) -> tuple[Sequence[int], str]:

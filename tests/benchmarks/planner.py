@@ -17,11 +17,11 @@ quarter longer behind than before, or the reverse (``unsteady``), the incident i
 where it still does, the bar ``steady`` is missed. Of whatever else has a bar, the largest of all repeats counts.
 
 ``rank_bytes`` and ``rank_ms``: what each rank reads, and its CPU until it has its program and the groups that it is in,
-on such a core, too. ``rest_bytes`` and ``rest_ms``: the same of a step that goes on when each
-has done half of it: what a rank exchanges with others, and its CPU until it has the rest of its program, without the
-time on the network. ``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes
-longer to decide on. ``coordinator_mb`` is that process at its largest, of which torch takes most (``torch_mb``: once it
-is imported, before there is a job).
+on such a core, too. ``rest_bytes`` and ``rest_ms``: the same of a step that goes on when each has done half of it: what
+a rank exchanges with others, and its CPU until it has the rest of its program, without the time on the network.
+``rehearsed_s``: so long after costs were known all was worked out; a failure before that takes longer to decide on.
+``coordinator_mb`` is that process at its largest, of which torch takes most (``torch_mb``: once it is imported, before
+there is a job).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from odyssey_megatron.names import runs_of
 from odyssey_megatron.plan.checking.simulate import Timeline
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, Schedule
 
@@ -52,10 +53,4 @@ def _line(program: Iterable[Instr], at: Iterable[tuple[int, int]], width: int, *
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Ascending ``numbers`` as in ``1-15,20``."""
-    runs: list[list[int]] = []
-    for one in numbers:
-        if runs and one == runs[-1][-1] + 1:
-            runs[-1].append(one)
-        else:
-            runs.append([one])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs_of(numbers))
