@@ -275,7 +275,7 @@ class Machine:
         device = "cpu" if self.dry else "cuda"
         run_dir = self.out / name
         launcher = ["--nproc-per-node", str(case.gpus)]
-        launcher += ["--preload", "odyssey_megatron.mcore.cpu_preload"] if self.dry else []
+        launcher += ["--preload", "odyssey_megatron.mcore.cpu.preload"] if self.dry else []
         cache = self.out / "cache"
         flags = flags_of(case, run_dir, cache, device=device, hurt=hurt, shares=self.shares(case))
         argv = [sys.executable, "-m", "odyssey_megatron", "run", *launcher, str(SCRIPT), *flags]

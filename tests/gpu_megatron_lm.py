@@ -137,7 +137,7 @@ def commands(
     apart, name = case.apart.split(), case.log.removesuffix(".undisturbed")
     plain = [str(CHECKOUT / "tests" / "megatron_lm" / "plain.py")] if dry else []
     run = ["-m", "odyssey_megatron", "run", *ranks]
-    run += ["--preload", "odyssey_megatron.mcore.cpu_preload"] if dry else []
+    run += ["--preload", "odyssey_megatron.mcore.cpu.preload"] if dry else []
     device = "cpu" if dry else "cuda"
     alone = ["--nproc-per-node", "1", *plain, script, *flags]
     beside = [*ranks, *plain, script, *flags, *apart]

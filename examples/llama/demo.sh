@@ -17,7 +17,7 @@ export PYTHONWARNINGS="ignore::UserWarning" # Megatron says of every rank that T
 train() { # run-dir, then further flags
   local run_dir="$1"
   shift
-  odyssey run --nproc-per-node 8 --preload odyssey_megatron.mcore.cpu_preload \
+  odyssey run --nproc-per-node 8 --preload odyssey_megatron.mcore.cpu.preload \
     "$checkout/examples/llama/pretrain_llama.py" \
     --pipeline-model-parallel-size 4 \
     --num-layers 8 --hidden-size 64 --ffn-hidden-size 192 \

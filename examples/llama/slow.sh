@@ -22,7 +22,7 @@ slow=$((ranks - 1))
 train() { # run-dir, then further flags
   local run_dir="$1"
   shift
-  odyssey run --nproc-per-node $ranks --preload odyssey_megatron.mcore.cpu_preload \
+  odyssey run --nproc-per-node $ranks --preload odyssey_megatron.mcore.cpu.preload \
     "$checkout/examples/llama/pretrain_llama.py" \
     --pipeline-model-parallel-size $stages \
     --num-layers 8 --hidden-size 64 --ffn-hidden-size 192 \

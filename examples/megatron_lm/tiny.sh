@@ -18,5 +18,5 @@ cpu="--distributed-backend gloo --transformer-impl local --no-persist-layer-norm
   --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion"
 
 # shellcheck disable=SC2086 - the variables are lists of flags
-exec odyssey run --preload odyssey_megatron.mcore.cpu_preload --nproc-per-node 8 "$megatron/pretrain_gpt.py" \
+exec odyssey run --preload odyssey_megatron.mcore.cpu.preload --nproc-per-node 8 "$megatron/pretrain_gpt.py" \
   --pipeline-model-parallel-size 4 $model $training $data $cpu --odyssey --odyssey-device cpu "$@"

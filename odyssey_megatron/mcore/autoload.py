@@ -68,7 +68,7 @@ def import_training() -> None:
         if importlib.util.find_spec("megatron.training") is None:
             raise ModuleNotFoundError("No module named 'megatron.training'", name="megatron.training")
         if config and config.device == "cpu":
-            from odyssey_megatron.mcore import cpu_device
+            from odyssey_megatron.mcore.cpu import device as cpu_device
 
             cpu_device.prepare_training()
         import megatron.training  # noqa: F401

@@ -15,7 +15,7 @@ def install(config: OdysseyConfig) -> None:
     and may not share one.
     """
     if config.device == "cpu":
-        from odyssey_megatron.mcore import cpu_device
+        from odyssey_megatron.mcore.cpu import device as cpu_device
 
         cpu_device.install()
         return

@@ -34,7 +34,7 @@ from bars import at_most, finish, largest_difference, summarize
 from odyssey_megatron.metrics.run import read_run
 
 RANKS, BAR = 8, 1.03
-PRELOAD = "odyssey_megatron.mcore.cpu_preload"
+PRELOAD = "odyssey_megatron.mcore.cpu.preload"
 
 
 class Trained(NamedTuple):

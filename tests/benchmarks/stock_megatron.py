@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "llama"))
 
-from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the CPU device first
+from odyssey_megatron.mcore.cpu import preload  # isort: skip  # noqa: F401 - the CPU device first
 import pretrain_llama
 import torch
 import torch.distributed as dist

@@ -76,7 +76,7 @@ FLAGS = (
 
 def example(steps: int) -> tuple[str, list[str]]:
     """(what to preload, script with its arguments)."""
-    return "odyssey_megatron.mcore.cpu_preload", [
+    return "odyssey_megatron.mcore.cpu.preload", [
         "examples/llama/pretrain_llama.py", *FLAGS.split(), "--train-iters", str(steps),
     ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from odyssey_megatron.plan.placing.slices import EVERYTHING, WHOLE
 
-from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the device comes first
+from odyssey_megatron.mcore.cpu import preload  # isort: skip  # noqa: F401 - the device comes first
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor

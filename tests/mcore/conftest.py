@@ -34,7 +34,7 @@ MODEL: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def megatron() -> Any:
     """Megatron on the CPU device, with a cell of one rank; gives its process groups."""
-    from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the device comes first
+    from odyssey_megatron.mcore.cpu import preload  # isort: skip  # noqa: F401 - the device comes first
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -17,14 +17,14 @@ from typing import Any
 
 from odyssey_megatron.plan.placing.slices import EVERYTHING
 
-from odyssey_megatron.mcore import cpu_preload  # isort: skip  # noqa: F401 - the device comes first
+from odyssey_megatron.mcore.cpu import preload  # isort: skip  # noqa: F401 - the device comes first
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from odyssey_megatron.cluster.cell import Cell
-from odyssey_megatron.mcore import cpu_device
+from odyssey_megatron.mcore.cpu import device as cpu_device
 from odyssey_megatron.mcore.loop.balance import Balance
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.mcore.loop.outcome import shown

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from odyssey_megatron.mcore import cpu_device
+from odyssey_megatron.mcore.cpu import device as cpu_device
 
 cpu_device.install()
 

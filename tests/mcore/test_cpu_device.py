@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from odyssey_megatron.mcore import cpu_device
+from odyssey_megatron.mcore.cpu import device as cpu_device
 
 cpu_device.install()
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from odyssey_megatron.mcore import cpu_hybrid  # noqa: E402
+from odyssey_megatron.mcore.cpu import hybrid as cpu_hybrid  # noqa: E402
 
 BATCH, LENGTH, HEADS, CHANNELS, GROUPS, STATES, WIDTH = 2, 9, 4, 3, 2, 5, 4
 

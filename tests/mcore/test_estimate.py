@@ -152,7 +152,7 @@ def test_layers_of_a_hybrid_model(megatron):
     from megatron.core.transformer import TransformerConfig
 
     from odyssey_megatron.config import OdysseyConfig
-    from odyssey_megatron.mcore import cpu_hybrid
+    from odyssey_megatron.mcore.cpu import hybrid as cpu_hybrid
     from odyssey_megatron.mcore.estimate import estimate
     from odyssey_megatron.policy.costs.block_configs import kinds_of_ratios
     from odyssey_megatron.studies.presets import ACCELERATORS

@@ -10,7 +10,7 @@ import runpy
 import sys
 from typing import Any
 
-from odyssey_megatron.mcore import cpu_device
+from odyssey_megatron.mcore.cpu import device as cpu_device
 
 
 def load_without_apex() -> None:

@@ -7,7 +7,7 @@ import typing
 
 import typing_extensions
 
-from odyssey_megatron.mcore import cpu_device  # isort: skip - the CPU device comes before Megatron
+from odyssey_megatron.mcore.cpu import device as cpu_device  # isort: skip - the CPU device comes before Megatron
 
 if not hasattr(typing, "override"):  # Python 3.11: Megatron-LM asks for 3.12 from core_v0.17.1 on
     typing.override = typing_extensions.override

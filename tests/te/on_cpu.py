@@ -4,6 +4,6 @@ python -m pytest -p tests.te.on_cpu -m gpu tests/mcore/test_te_gpu.py
 """
 
 import tests.te.offered  # noqa: F401 - first: Megatron comes with the device
-from odyssey_megatron.mcore import cpu_device
+from odyssey_megatron.mcore.cpu import device as cpu_device
 
 cpu_device.install()

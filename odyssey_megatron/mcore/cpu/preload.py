@@ -1,10 +1,10 @@
-"""For ``odyssey run --preload odyssey_megatron.mcore.cpu_preload``: imports everything that a rank on the CPU needs.
+"""For ``odyssey run --preload odyssey_megatron.mcore.cpu.preload``: imports everything that a rank on the CPU needs.
 
 The launcher imports this once and forks its ranks from it, which saves each of them seconds.
 """
 
 # ruff: noqa: E402, F401 - the redirect must come first, and importing is all that this does
-from odyssey_megatron.mcore import cpu_device
+from odyssey_megatron.mcore.cpu import device as cpu_device
 
 cpu_device.install()
 

@@ -59,16 +59,16 @@ def install() -> None:
     if importlib.util.find_spec("triton") is None:  # it takes a gigabyte, for kernels that need a GPU
         for name in _NEED_TRITON:
             sys.modules.setdefault(name, _Absent(name))
-    from odyssey_megatron.mcore import cpu_hybrid  # imported late: sees redirected names
+    from odyssey_megatron.mcore.cpu import hybrid  # imported late: sees redirected names
 
-    cpu_hybrid.offer_mamba_ssm()
+    hybrid.offer_mamba_ssm()
     _compile_helpers()
     _let_norms_be_sequence_parallel()
     _let_routers_do_without_transformer_engine()
-    from odyssey_megatron.mcore import cpu_attention, cpu_collectives  # imported late: sees redirected names
+    from odyssey_megatron.mcore.cpu import attention, collectives  # imported late: sees redirected names
 
-    cpu_attention.install()
-    cpu_collectives.install()
+    attention.install()
+    collectives.install()
     # One generator stands for both devices' here, so "CPU RNG state changed" is always a false alarm.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
@@ -288,9 +288,9 @@ def prepare_training() -> None:
     defaults[names.index("allow_no_cuda") - len(names)] = True
     original.__defaults__ = tuple(defaults)
     _keep_spawned_processes_small()
-    from odyssey_megatron.mcore import cpu_hybrid
+    from odyssey_megatron.mcore.cpu import hybrid
 
-    cpu_hybrid.let_stacks_do_without_transformer_engine()
+    hybrid.let_stacks_do_without_transformer_engine()
     if not seams.is_applied(seam_table.FUSED_KERNELS_LOAD):
         seams.apply(seam_table.FUSED_KERNELS_LOAD, lambda args: None)
 
