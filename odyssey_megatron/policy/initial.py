@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
@@ -12,6 +13,7 @@ from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.placing.spread import spread
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import scheduled
@@ -22,6 +24,7 @@ from odyssey_megatron.policy.shapes.pipelines import ALIKE, WORTH
 from odyssey_megatron.policy.shapes.search import search_for
 from odyssey_megatron.policy.shapes.seating import place, seated
 from odyssey_megatron.policy.shapes.slide import slid
+from odyssey_megatron.policy.shapes.turns import TURNS
 
 _LEANER = 0.98
 """A fraction of the memory of the best layout: another layout must need less than that to be worth it."""
@@ -59,6 +62,45 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         return plan.step_s / worth * (1 - ALIKE * (plan is plans[0]))
 
     return _leanest(sorted(plans, key=wanted_s), job, state, profile)
+
+
+def best_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan | None:
+    """Return the plan that ``job`` would begin with if it chose its layout; None if by ``profile`` it does not fit.
+
+    To be called beside decisions, which go first in the part that takes long.
+    """
+    job, costs = replace(job, best_layout=True, spreads_replicas=True), profile.costs
+    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
+    TURNS.run(lambda: search.partitions(len(state.workers), job.num_microbatches), yields=True)
+    try:
+        return initial_plan(job, state, profile)
+    except PlanInfeasible:
+        return None
+
+
+def beside_launch_line(
+    best: Plan, job: JobSpec, state: ClusterState, profile: Profile
+) -> tuple[CandidateRow, ...]:
+    """Return rows that compare ``best``, which ``job`` begins with, with the launch line's layout.
+
+    None if the job did not choose, or if by ``profile`` the launch line's does not fit.
+    """
+    if not job.chooses_layout:
+        return ()
+    try:
+        own = initial_plan(replace(job, best_layout=False, virtual_stages=1), state, profile)
+    except PlanInfeasible:
+        return ()
+    faster = f"pipelines {best.layout.lengths}; {own.step_s / best.step_s:.2f} times as fast"
+    is_own = best.layout == own.layout
+    rows = [] if is_own else [("layout", best, True, faster)]
+    rows.append(("launch line", own, is_own, "its stages and pipelines"))
+    return tuple(
+        CandidateRow(
+            name=name, step_s=plan.step_s, transition_s=0.0, score=None, chosen=chosen, reason=reason
+        )
+        for name, plan, chosen, reason in rows
+    )
 
 
 def _leanest(plans: Sequence[Plan], job: JobSpec, state: ClusterState, profile: Profile) -> Plan:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
@@ -18,24 +16,20 @@ from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import ConfigError, LayersLost, OdysseyError, PlanInfeasible
-from odyssey_megatron.metrics.outlet import Outlet
-from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy import redundancy, replacing
 from odyssey_megatron.policy.case import worker_shares
-from odyssey_megatron.policy.costs.history import History
-from odyssey_megatron.policy.costs.measured import Measured, alike, with_measured
+from odyssey_megatron.policy.costs.known import KnownCosts
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.heavier import Shortages
-from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.initial import beside_launch_line, best_plan, initial_plan
 from odyssey_megatron.policy.preparing import incidents, prepare
 from odyssey_megatron.policy.redundancy import RedundantPlan
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
-from odyssey_megatron.policy.score import mean_time_between_failures_s, next_loss_s, restart_cost_s
-from odyssey_megatron.policy.shapes.search import search_for
+from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s
 from odyssey_megatron.policy.shapes.turns import TURNS
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
@@ -87,10 +81,8 @@ class PolicyPlanner:
         ``auto``.
         """
         self._among: tuple[str, ...] = ()
-        self._diagnosed = Diagnosis(costs={})
         self._start_s: float | None = None
         """The time from the job's start until it trained; None until somebody has measured anything."""
-        self._kept: Costs | None = None
         self._shortages = Shortages()
         self._compares = config.layout != "auto"
         """Whether it is yet to be said what the best layout would gain."""
@@ -103,71 +95,49 @@ class PolicyPlanner:
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         layout = self._config.layout
         self._job = job = replace(job, best_layout=layout == "auto", spreads_replicas=layout != "megatron")
-        self._profile = _checked(from_json(Profile, profile_json), job)
-        keeps = self._config.resumes_steps
-        costs = self._profile.costs.with_stretches(job.stretches)
-        self._profile = replace(self._profile, costs=replace(costs, keeps_messages=keeps))
+        given = _checked(from_json(Profile, profile_json), job)
+        costs = given.costs.with_stretches(job.stretches)
+        given = replace(given, costs=replace(costs, keeps_messages=self._config.resumes_steps))
+        self.known = KnownCosts(Path(self._config.run_dir) / "profile.json", given, job.cell_size)
         job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
-        self._home, self._learned, self._measured = decided.plan, self._profile, self._profile
-        self._history = History(job.cell_size)
+        self._home = decided.plan
         return decided
 
     def _first_plan(self, job: JobSpec, state: ClusterState) -> Decided:
         try:
             return self._weighed(job, state)
         except PlanInfeasible as error:
-            if self._profile.costs.memory_bytes is None:
+            if self.known.given.costs.memory_bytes is None:
                 raise
             # The estimate may be wrong, and the user has chosen this layout: it decides over plans, not over jobs.
             _log.warning(
                 "by the estimate the job does not fit, so plans are made without regard to memory: %s", error
             )
             self._compares = False  # the best layout might not fit, either
-            costs = replace(self._profile.costs, memory_bytes=None)
-            self._profile = replace(self._profile, costs=costs)
+            self.known.without_memory_limit()
             # Leave out what is not necessary: forwards run ahead, and what auto would add.
             mode = {"compute": "state", "auto": "off"}.get(self._config.redundancy, self._config.redundancy)
             self._job, self._standings = redundancy.with_mode(job, mode), []
-            return Decided(plan=initial_plan(self._job, state, self._profile), rows=())
+            return Decided(plan=initial_plan(self._job, state, self.known.given), rows=())
 
     def _weighed(self, job: JobSpec, state: ClusterState) -> Decided:
         """Return the first plan, with the redundancy asked for, or under ``auto`` the best. Raises PlanInfeasible."""
         asked = self._config.redundancy
         if asked in ("off", "state"):
-            plan = initial_plan(job, state, self._profile)
-            return Decided(plan=plan, rows=self._layouts(plan, job, state) if job.chooses_layout else ())
+            plan = initial_plan(job, state, self.known.given)
+            return Decided(plan=plan, rows=beside_launch_line(plan, job, state, self.known.given))
         self._among = redundancy.MODES if asked == "auto" else (asked,)
         self._standings, impossible = redundancy.possible(
-            self._among, job, state, self._profile, resumes=self._config.resumes_steps
+            self._among, job, state, self.known.given, resumes=self._config.resumes_steps
         )
         chosen, rows = self._chosen(state, state.started_s)
         return Decided(plan=chosen.plan, rows=(*rows, *impossible))
 
-    def _layouts(self, best: Plan, job: JobSpec, state: ClusterState) -> tuple[CandidateRow, ...]:
-        """Return rows that compare the first layout with the launch line's."""
-        try:
-            own = initial_plan(replace(job, best_layout=False, virtual_stages=1), state, self._profile)
-        except PlanInfeasible:  # by the estimate it does not fit, while ``best`` does
-            return ()
-        is_own = best.layout == own.layout
-        rows = [("launch line", own, is_own, "its stages and pipelines")]
-        if not is_own:
-            faster = own.step_s / best.step_s
-            rows.insert(
-                0, ("layout", best, True, f"pipelines {best.layout.lengths}; {faster:.2f} times as fast")
-            )
-        return tuple(
-            CandidateRow(
-                name=name, step_s=plan.step_s, transition_s=0.0, score=None, chosen=chosen, reason=reason
-            )
-            for name, plan, chosen, reason in rows
-        )
-
     def _chosen(self, state: ClusterState, now_s: float) -> tuple[RedundantPlan, tuple[CandidateRow, ...]]:
         """Choose among the standings by the present rate of failures; the job goes on with the choice."""
         mtbf_s = mean_time_between_failures_s(state, self._config.mtbf_s, now_s)
-        profile = self._priced(self._profile, state, self._standings[0].plan.step_s, now_s)
+        profile = self._priced(self.known.given, state, self._standings[0].plan.step_s, now_s)
         chosen, rows = redundancy.choose(
             self._standings, self._among, profile, mtbf_s=mtbf_s, horizon_s=self._config.horizon_s
         )
@@ -183,11 +153,10 @@ class PolicyPlanner:
         # Measurements of ranks that a smaller cell does without do not count: their last processes may have been slow.
         gone = {rank: -1 for worker in state.workers for rank in worker.missing}
         incarnations = dict(state.incarnations) | gone
-        self._measured, diagnosis = self._taken_in(observations, incarnations, state.nodes)
-        return diagnosis
+        return self.known.learn(observations, incarnations, state.nodes)
 
     def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
-        profile = self._newest()
+        profile = self.known.newest()
         prepare(self._job, state, profile, is_measured=True)
         for incident in incidents(current, state):
             left = state
@@ -196,29 +165,18 @@ class PolicyPlanner:
             if left.alive:
                 with contextlib.suppress(OdysseyError):
                     self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
-        self._learned = profile  # once all decisions that go by it are worked out
+        self.known.used = profile  # once all decisions that go by it are worked out
         self._compare(state, current, profile)
 
     def _compare(self, state: ClusterState, current: Plan, profile: Profile) -> None:
-        """Say once, when costs are measured and nobody is missing, how much faster the best layout would be.
-
-        Here nobody waits for it; a job's start needs it under ``--odyssey-layout auto`` only.
-        """
+        """Say once, when costs are measured and nobody is missing, how much faster the best layout would be."""
         home, number = self._home, len(state.workers)
         is_whole = home is not None and current.layout == home.layout and not state.dead
         if not (self._compares and is_whole and profile.source == "measured" and number <= _MOST_COMPARED):
             return
         self._compares = False
-        job, costs = replace(self._job, best_layout=True, spreads_replicas=True), profile.costs
-        search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-        # Decisions go first in the part that takes long.
-        TURNS.run(lambda: search.partitions(number, job.num_microbatches), yields=True)
-        try:
-            best = initial_plan(job, state, profile)
-        except PlanInfeasible:  # by what was measured it does not fit
-            return
-        own_s = self.step_s(state, current)
-        if (gain := own_s / best.step_s - 1) >= _WORTH_SAYING:
+        own_s, best = self.step_s(state, current), best_plan(self._job, state, profile)
+        if best is not None and (gain := own_s / best.step_s - 1) >= _WORTH_SAYING:
             _log.warning(
                 "by measured costs a step takes %.3g s in this job's layout, and %.3g s in the best one (pipelines "
                 "%s): %.1f %% more throughput if it starts with --odyssey-layout auto",
@@ -228,20 +186,13 @@ class PolicyPlanner:
                 100 * gain,
             )
 
-    def _newest(self) -> Profile:
-        """Return the newest profile. If its costs are like those that decisions were rehearsed with, it keeps the
-        latter.
-        """
-        found, known = self._measured, self._learned
-        return replace(known, group_build_s=found.group_build_s) if alike(found.costs, known.costs) else found
-
     def _with_shortages(self, profile: Profile) -> Profile:
         """Return ``profile`` with what is known by ranks that have run out of memory."""
         heavier = self._shortages.known
         return replace(profile, costs=heavier.applied(profile.costs)) if heavier.factors else profile
 
     def adopt(self, observations: Sequence[str]) -> None:
-        self._learned = self._measured = self._taken_in(observations)[0]
+        self.known.adopt(observations)
 
     def rebalance(
         self, state: ClusterState, current: Plan, now_s: float, lasts_s: float, *, anew: bool = False
@@ -253,7 +204,7 @@ class PolicyPlanner:
         decided = self._going_on(
             without_fresh(state),
             current,
-            self._newest(),
+            self.known.newest(),
             now_s,
             home=None if anew else self._home,
             horizon_s=lasts_s,
@@ -269,7 +220,7 @@ class PolicyPlanner:
         return Rebalanced(decided=decided, gain=kept_s / chosen.step_s - 1)
 
     def step_s(self, state: ClusterState, plan: Plan) -> float:
-        return scheduled("keep", plan.layout, (), state, self._newest()).step_s
+        return scheduled("keep", plan.layout, (), state, self.known.newest()).step_s
 
     def slowed_s(self, state: ClusterState, live: Plan, whole: Collection[int] = ()) -> tuple[float, float]:
         """Return the step as it is, and the step as it would be if nobody were slow and the cells ``whole``
@@ -295,7 +246,7 @@ class PolicyPlanner:
         decided = self._going_on(
             without_fresh(replace(state, workers=workers)),
             live,
-            self._newest(),
+            self.known.newest(),
             now_s,
             home=self._home,
             rebalances=True,
@@ -316,42 +267,34 @@ class PolicyPlanner:
         away_s = replacing.away_s(self._start_s or 0.0, kept_s)
         left, gives_first = without(state, [worker]), False
         try:
-            decided = self._going_on(left, live, self._newest(), now_s, home=self._home, horizon_s=away_s)
+            decided = self._going_on(
+                left, live, self.known.newest(), now_s, home=self._home, horizon_s=away_s
+            )
         except LayersLost:
             decided, gives_first = self.freeing(state, live, [worker], now_s), True
+        restart_s = self._priced(self.known.newest(), left, live.step_s, now_s).restart_s
+        mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
         price = replacing.Price(
             healthy_s=healthy_s,
             kept_s=kept_s,
             without_s=decided.plan.step_s,
             away_s=away_s,
-            pause_s=(3 if gives_first else 2) * self._newest().group_build_s,
-            risk_s=self._risk_s(left, live, decided.plan, away_s, now_s),
+            pause_s=(3 if gives_first else 2) * self.known.newest().group_build_s,
+            risk_s=replacing.risk_s(left, live.layout, decided.plan.layout, restart_s, mtbf_s, away_s),
         )
         return WithoutThem(price=price, plan=decided.plan, rows=decided.rows, gives_first=gives_first)
 
     def freeing(self, state: ClusterState, live: Plan, workers: Collection[int], now_s: float) -> Decided:
         slow = with_speeds(state, dict.fromkeys(workers, _GIVES_ALL))
-        decided = self._going_on(slow, live, self._newest(), now_s, home=None, rebalances=True)
+        decided = self._going_on(slow, live, self.known.newest(), now_s, home=None, rebalances=True)
         try:
             check_living(decided.plan.layout, set(state.alive) - set(workers))
         except LayersLost as error:
             raise PlanInfeasible(f"nobody else has room for what they alone have: {error}") from None
         return decided
 
-    def _risk_s(self, left: ClusterState, live: Plan, without: Plan, away_s: float, now_s: float) -> float:
-        """Return what the next loss costs on average while the job goes on ``without`` some workers: see
-        ``replacing.Price``.
-        """
-        if not replacing.takes_a_risk(without.layout, live.layout):
-            return 0.0
-        ranks = {one.worker: len(one.ranks) for one in left.workers}
-        alone = sum(ranks[worker] for worker in without.layout.alone())
-        restart_s = self._priced(self._newest(), left, live.step_s, now_s).restart_s
-        mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
-        return next_loss_s(alone / len(left.ranks), restart_s, 1.0, mtbf_s, away_s)
-
     def ran_out(self, plan: Plan, worker: int, state: ClusterState) -> None:
-        self._shortages.add(plan, worker, self._learned.costs, worker_shares(state))
+        self._shortages.add(plan, worker, self.known.used.costs, worker_shares(state))
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)
@@ -365,12 +308,12 @@ class PolicyPlanner:
             weighed = ()  # the rows were given before
         if self._shortages:
             return self._with_less(state, previous, now_s)
-        return self._going_on(state, previous, self._learned, now_s, home=self._home, weighed=weighed)
+        return self._going_on(state, previous, self.known.used, now_s, home=self._home, weighed=weighed)
 
     def _with_less(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""
         with self._shortages.mended() as check:
-            found = self._going_on(state, previous, self._learned, now_s, home=self._home, rebalances=True)
+            found = self._going_on(state, previous, self.known.used, now_s, home=self._home, rebalances=True)
             check(found.plan.layout, previous.layout, state.alive)
         return found
 
@@ -421,45 +364,14 @@ class PolicyPlanner:
         return Decided(plan=decision.plan, rows=rows)
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
-        profile = self._with_shortages(self._newest())
+        profile = self._with_shortages(self.known.newest())
         return towards(target, current=current, state=state, profile=profile)
 
     def keep(self) -> None:
-        profile = self._newest()
-        if profile.source == "measured" and profile.costs is not self._kept:
-            self._kept = profile.costs
-            self._outlet.put(lambda: profile, 1)
+        self.known.keep()
 
     def finish(self, observations: Sequence[str]) -> None:
-        self._outlet.put(lambda: self._taken_in(observations)[0], 1)
-        self._outlet.close()
-
-    @cached_property
-    def _outlet(self) -> Outlet[Callable[[], Profile]]:
-        path = Path(self._config.run_dir) / "profile.json"
-        return Outlet(lambda found: found().save(path), name=f"the profile {path}")
-
-    def _taken_in(
-        self,
-        published: Sequence[str],
-        incarnations: Mapping[int, int] = MappingProxyType({}),
-        nodes: Mapping[int, int] = MappingProxyType({}),
-    ) -> tuple[Profile, Diagnosis]:
-        """Return the profile and the diagnosis with what ranks have ``published``: a text for each rank, "" if there is
-        none yet.
-
-        Measurements of other processes than ``incarnations`` says are forgotten.
-        """
-        found: dict[int, Measured] = {}
-        for rank, text in enumerate(published):
-            try:
-                found |= {rank: from_json(Measured, text)} if text else {}
-            except ValueError as error:
-                _log.warning("a rank's measurements are left out: %s", error)
-        history = self._history.with_published(found, incarnations)
-        diagnosis = history.diagnosis(self._diagnosed, self._learned.costs, nodes)
-        self._history, self._diagnosed = history, diagnosis
-        return with_measured(self._profile, found.values(), history.healthy(diagnosis)), diagnosis
+        self.known.finish(observations)
 
 
 def _checked(profile: Profile, job: JobSpec) -> Profile:

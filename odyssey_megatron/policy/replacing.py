@@ -12,11 +12,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.cluster.job import JobSpec, largest_cell
-from odyssey_megatron.cluster.state import WorkerState
+from odyssey_megatron.cluster.state import ClusterState, WorkerState
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
+from odyssey_megatron.policy.score import next_loss_s
 
 _STEPS = 4
 """Number of steps that a started rank takes to be back: one until it is offered a place, one while the groups are
@@ -118,6 +119,23 @@ def takes_a_risk(without: Layout, before: Layout) -> bool:
     """Return whether a layer would have a single holder that has more now, so that the next loss would end the job."""
     alone, has = ({layer for layers in one.alone().values() for layer in layers} for one in (without, before))
     return not alone <= has
+
+
+def risk_s(
+    left: ClusterState, live: Layout, without: Layout, restart_s: float, mtbf_s: float, away_s: float
+) -> float:
+    """Return what the next loss costs on average while the job, of which ``left`` is there, goes on ``without`` some
+    workers of ``live`` for ``away_s``: see :class:`Price`.
+
+    Args:
+        restart_s: The cost of a restart from the last checkpoint.
+        mtbf_s: The mean time between failures of all of ``left``.
+    """
+    if not takes_a_risk(without, live):
+        return 0.0
+    ranks = {one.worker: len(one.ranks) for one in left.workers}
+    alone = sum(ranks[worker] for worker in without.alone())
+    return next_loss_s(alone / len(left.ranks), restart_s, 1.0, mtbf_s, away_s)
 
 
 def row(price: Price, cost_s: float, threshold_s: float, *, chosen: bool) -> CandidateRow:

@@ -115,7 +115,7 @@ class EmulationPlanner(PolicyPlanner):
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         decided = super().start(job, self._slowed(state), profile_json)
         if self._emulation.megatron_start:
-            return replace(decided, plan=one_f_one_b(decided.plan, self._profile.costs))
+            return replace(decided, plan=one_f_one_b(decided.plan, self.known.given.costs))
         return decided
 
     def learn(self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float):
@@ -131,7 +131,7 @@ class EmulationPlanner(PolicyPlanner):
             job=self._job,
             state=self._slowed(state),
             previous=previous,
-            profile=self._learned,
+            profile=self.known.used,
             config=self._config,
             now_s=now_s,
             among=self._emulation.among or None,

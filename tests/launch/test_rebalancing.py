@@ -90,12 +90,12 @@ def test_a_job_that_chose_its_layout_by_an_estimate_looks_once_more(job, layout)
     rebalancing = Rebalancing(
         planner, Journal(job.folder, source="agent0"), job.said.append, acts=False, seeks=layout == "auto"
     )
-    costs = planner._learned.costs
+    costs = planner.known.used.costs
     heavy = [
         replace(one, forward_s=9 * one.forward_s, input_grad_s=9 * one.input_grad_s) if at == 2 else one
         for at, one in enumerate(costs.all_layers)
     ]
-    planner._measured = planner._learned = replace(planner._learned, costs=costs.with_layers(heavy))
+    planner.known.measured = planner.known.used = replace(planner.known.used, costs=costs.with_layers(heavy))
     # On hundreds of chips one always takes a little longer, which changes nothing.
     measured = [replace(slow(step, w5=1.05), factors={0: 1.0}) for step in (4, 5, 6)]
     assert rebalancing.look(slow(4, w5=2.0), state, plan, 8.0) == (state, None), (

@@ -50,7 +50,7 @@ def test_a_slow_link_is_found_done_without_and_taken_again(job):
     assert state.slow_links == ((0, 2, 0.5),)
     assert "link between ranks [0, 2] slow, 9.00 times the time: steps" in better.why
     mended = better.decided.plan
-    assert waits_s(mended.layout, with_links(job.planner._profile, state).costs) == 0
+    assert waits_s(mended.layout, with_links(job.planner.known.given, state).costs) == 0
     unseen = replace(with_link(6, 9.0), links=Links(newest=6))
     assert rebalancing.look(unseen, state, mended, 15.0) == (state, None), "no message goes there any more"
     state, back = rebalancing.look(with_link(7, 1.0), state, mended, 20.0)

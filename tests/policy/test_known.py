@@ -135,7 +135,7 @@ def test_what_the_best_layout_would_gain_is_said_once_when_costs_are_measured(la
         planner.rehearse(state, plan, 0.0)
     (text,) = said(caplog)
     best, own_s = PolicyPlanner(OdysseyConfig(layout="auto")), planner.step_s(state, plan)
-    chosen = best.start(job(4), state, to_json(planner._measured)).plan
+    chosen = best.start(job(4), state, to_json(planner.known.measured)).plan
     assert f"{own_s:.3g} s in this job's" in text
     assert f"{chosen.step_s:.3g} s in the best one (pipelines {chosen.layout.lengths})" in text
     assert f"{100 * (own_s / chosen.step_s - 1):.1f} % more" in text
@@ -159,7 +159,7 @@ def test_what_was_measured_is_written_down_while_the_job_trains(tmp_path):
     for _ in range(2):
         planner.keep()
         kept = load_profile(tmp_path)
-        assert (kept.source, kept.costs) == ("measured", planner._measured.costs)
+        assert (kept.source, kept.costs) == ("measured", planner.known.measured.costs)
         planner.rehearse(state, plan, 0.0)
     (tmp_path / "profile.json").unlink()
     planner.learn(state, plan, OBSERVED, 0.0)
