@@ -147,14 +147,16 @@ class OdysseyConfig:
     )
     respawn: int = _flag(
         0,
-        "how often in a day each dead rank is started again, to join the running job (0: never)",
+        "how often in a day each dead rank is started again, to join the running job (0: never, but by odyssey "
+        "readmit)",
         within=Between(0, 1_000_000, whole=True),
     )
     shrink: str = _flag(
         "auto",
-        "with --odyssey-respawn: when one rank of a tensor-, context- or expert-parallel cell has used up its starts, "
-        "the others join as a smaller cell, and train where that pays. So does a cell that one slow rank holds up, "
-        "without that rank (--odyssey-rebalance auto). off: they stand by until the cell can be whole again",
+        "when one rank of a tensor-, context- or expert-parallel cell is dead and not started again, the others join "
+        "as a smaller cell, and train where that pays. So does a cell that one slow rank holds up, without that rank "
+        "(--odyssey-rebalance auto with --odyssey-respawn). off: they stand by until the cell can be whole again, or "
+        "without --odyssey-respawn leave",
         choices=SHRINKS,
     )
     rebalance: str = _flag(

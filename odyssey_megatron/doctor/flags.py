@@ -92,8 +92,7 @@ def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
         )
     for flag, what in refusals.cautions(args):
         yield _row(flag, OK, what)
-    if job.config.respawn:
-        yield from _smaller_cells(args, job.config.shrink)
+    yield from _smaller_cells(args, job.config)
     for flag in strange:
         if not flag.startswith("--odyssey"):
             yield _row(
@@ -103,13 +102,13 @@ def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
             )  # fmt: skip
 
 
-def _smaller_cells(args: Any, shrink: str) -> Iterator[CheckRow]:
+def _smaller_cells(args: Any, config: OdysseyConfig) -> Iterator[CheckRow]:
     """Yield what becomes of the ranks of a tensor-, context- or expert-parallel group that loses one for good."""
     kept = smaller.of_flags(vars(args))
     if kept.is_single:
         return
-    if why := kept.whole or ("--odyssey-shrink off" if shrink == "off" else ""):
-        found = f"ranks whose cell has lost one stand by: {why}"
+    if why := kept.whole or ("--odyssey-shrink off" if config.shrink == "off" else ""):
+        found = f"ranks whose cell has lost one {'stand by' if config.respawn else 'leave with it'}: {why}"
     else:
         found = "a cell that has lost ranks goes on with fewer"
         limits = (
@@ -117,7 +116,7 @@ def _smaller_cells(args: Any, shrink: str) -> Iterator[CheckRow]:
             ("with a divisor of a whole one's", kept.even),
         )
         found += "".join(f"; {how}, since {reason}" for how, reason in limits if reason)
-    yield _row("--odyssey-respawn", OK, found)
+    yield _row("--odyssey-shrink", OK, found)
 
 
 _NOT_GIVEN = object()

@@ -26,8 +26,8 @@ from odyssey_megatron.studies.trace import FailureTrace
 class Odyssey(System):
     """This planner, free or held to one policy, with ``--odyssey-layout``, ``-respawn`` and ``-shrink``.
 
-    With ``--odyssey-respawn`` broken cells go on as in a job. A lost GPU is given up once its rank has been started in
-    vain as often as that says, each time at most for as long as a start takes. Then the ranks of the smaller cell
+    Broken cells go on as in a job. A lost GPU is given up once its rank has been started in vain as often as
+    ``--odyssey-respawn`` says, each time at most for as long as a start takes. Then the ranks of the smaller cell
     start. Where a repaired GPU completes it, it leaves between two steps, and its ranks start once more. If the others
     cannot do without it, they first take over what it alone has: it trains on for that time.
     """
@@ -58,7 +58,8 @@ class Odyssey(System):
         return Running(layout=self.plan.layout, step_s=self.plan.step_s, downtime_s=0.0)
 
     def cells(self, world: World, trace: FailureTrace) -> Iterable[CellsChange]:
-        if not (self.config.respawn and self.plan and world.is_in_cells and world.cells_fill_nodes):
+        comes_back = self.config.respawn or self.config.shrink != "off"
+        if not (comes_back and self.plan and world.is_in_cells and world.cells_fill_nodes):
             return super().cells(world, trace)
         starts, step_s = 1 + self.config.respawn, self.plan.step_s
         rule = Rule(

@@ -37,8 +37,6 @@ SYSTEMS: tuple[Callable[[], System], ...] = (
     Restart,
 )
 """Each makes a new system, one for each trace."""
-_LIVES = 1
-"""``--odyssey-respawn``, of the row that shows what it would be worth."""
 
 MONOTONE_S = (6 * 3600.0, 2 * 3600.0, 1800.0, 600.0)
 """The intervals between failures in Oobleck's and ReCycle's figures (arXiv 2309.08125, 2405.14009)."""
@@ -145,7 +143,7 @@ def systems(scenario: Scenario) -> tuple[Callable[[], System], ...]:
     """Return what is played for ``scenario``. Each makes a new system, one for each trace.
 
     With workers of several GPUs ours go by its ``--odyssey-respawn`` and ``-shrink``. Where broken cells may go on as
-    smaller ones, one more row shows the other choice.
+    smaller ones, one more row has them leave.
     """
     job, config = scenario.job, scenario.config
     if job.cell_size == 1:
@@ -157,10 +155,7 @@ def systems(scenario: Scenario) -> tuple[Callable[[], System], ...]:
         for one in SYSTEMS
     )
     if len(sizes_of(job, config)) > 1 and scenario.gpus_per_node % job.cell_size == 0:
-        other = {"shrink": "off", "name": "odyssey, shrink off"}
-        if not config.respawn:
-            other = {"shrink": "auto", "name": f"odyssey, respawn {_LIVES}"}
-        own += (partial(Odyssey, respawn=config.respawn or _LIVES, **other),)
+        own += (partial(Odyssey, respawn=config.respawn, shrink="off", name="odyssey, shrink off"),)
     return (*own, ResiHP)
 
 
@@ -176,12 +171,11 @@ def _on_cells(scenario: Scenario, world: World) -> Iterator[str]:
     if not sizes:
         yield f"{breaks}, whose rest stands by: {why}"
         return
-    respawn = config.respawn or _LIVES
     any_size = replace(job, whole_cells_only="", whole_shards_only="", even_gangs_only="").cell_sizes
     yield (
-        f"{breaks}. {'What' if config.respawn else f'With --odyssey-respawn {_LIVES} what'} is left of it goes on with "
-        f"{', '.join(map(str, sizes))} GPUs, {1 + respawn} starts of {world.start_s:g} s (--start-s) and four steps "
-        "after the loss; to become whole again it is away for one start and four steps"
+        f"{breaks}. What is left of it goes on with {', '.join(map(str, sizes))} GPUs, {1 + config.respawn} start(s) "
+        f"of {world.start_s:g} s (--start-s) and four steps after the loss; to become whole again it is away for one "
+        "start and four steps"
         + (f". Other numbers stand by: {why}" if len(any_size) > 1 + len(sizes) else "")
     )
     yield "resihp goes on at once with a power of two of a cell's GPUs; the cells of all other systems leave as one"

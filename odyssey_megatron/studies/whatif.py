@@ -120,11 +120,6 @@ class WhatIf:
             whys.append("the loss of any one node is survived, too")
         if whys:
             found.append((f"--odyssey-layout {'auto' if faster else 'spread'}", "; ".join(whys)))
-        if not config.respawn and self.gain_of_smaller >= _WORTH:
-            why = (
-                f"what is left of a broken cell goes on, here for {self.gain_of_smaller:.1%} more throughput"
-            )
-            found.append(("--odyssey-respawn 1", why))
         if config.redundancy == "off" and (single := alone(self.before.layout)):
             names = names_of(single, self.before)
             found.append(("--odyssey-redundancy state", f"without a second holder: {names}"))
@@ -409,9 +404,9 @@ def smaller_text(answer: WhatIf) -> str:
     cells = "; ".join(f"worker {worker} with {left} of {size} GPUs" for worker, left in found.sizes.items())
     gain = answer.gain_of_smaller
     worth = f"{gain:+.1%} throughput" if gain else "which gains nothing: they wait among the living"
-    given_up = "once lost GPUs are given up" if answer.scenario.config.respawn else "with --odyssey-respawn 1"
+    given_up = "once lost GPUs are given up, " if answer.scenario.config.respawn else ""
     rest = f"; all others stand by: {found.why}" if found.why else ""
-    return f"{given_up}, what is left of broken cells goes on ({cells}), {worth}{rest}"
+    return f"{given_up}what is left of broken cells goes on ({cells}), {worth}{rest}"
 
 
 def _smaller_lines(answer: WhatIf, width: int) -> list[str]:

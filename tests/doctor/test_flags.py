@@ -172,6 +172,6 @@ def test_the_doctor_names_moot_flags_and_strange_ones():
 )
 def test_what_becomes_of_broken_cells_is_said(given, found):
     job = Job(config=OdysseyConfig(respawn=1), flags=tuple(given.split()))
-    said = [row.found for row in flags.rows(job, None) if row.name == "--odyssey-respawn"]
+    said = [row.found for row in flags.rows(job, None) if row.name == "--odyssey-shrink"]
     assert len(said) == (found is not None)
     assert all(found in one for one in said)

@@ -89,12 +89,16 @@ class Jobs:
         script: Path | None = None,
         timeout_s: float = 90.0,
     ) -> Outcome:
-        """One ``odyssey run``; flags given here win."""
+        """One ``odyssey run``; flags given here win.
+
+        What is left of a broken cell comes back where the test asks for ranks to do so (``--odyssey-respawn``).
+        """
         argv = [
             "--nproc-per-node",
             str(ranks),
             str(script or self.example),
             *self.flags(name, stages=stages),
+            *(() if "--odyssey-respawn" in flags else ("--odyssey-shrink", "off")),
             *flags.split(),
         ]
         job = self.server.run(argv, log=self.folder / f"{name}.log")

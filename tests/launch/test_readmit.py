@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 from odyssey_megatron import cli
 from odyssey_megatron.cluster.places import Places
-from odyssey_megatron.errors import EXIT_LEFT_OUT, ConfigError
+from odyssey_megatron.errors import EXIT_FENCED, EXIT_LEFT_OUT, ConfigError
 from odyssey_megatron.launch.agent.ranks import Ranks
 from odyssey_megatron.launch.agent.readmission import outlook, slot_of
 from odyssey_megatron.launch.process.signals import Received
@@ -128,8 +128,8 @@ def test_whatever_is_lost_and_comes_back_each_rank_has_a_gpu_in_the_end(sizes, s
 class Given:
     """An agent's part, of which ranks are lost at once."""
 
-    def __init__(self, folder, **differs):
-        self.node = Node(folder, **differs)
+    def __init__(self, folder, *flags, **differs):
+        self.node = Node(folder, *flags, **differs)
 
     def give_up(self, rank, slot, code=KILLED):
         before = len(self.named("given_up"))
@@ -240,10 +240,13 @@ def test_a_rank_that_still_has_starts_is_not_meant(whole):
         whole.readmit(2)
 
 
-def test_a_job_that_starts_no_ranks_again(whole):
-    whole.node.respawn._config = type(whole.node.respawn._config)(respawn=0)
-    with pytest.raises(ConfigError, match="started without --odyssey-respawn"):
-        whole.readmit(1)
+def test_a_job_that_starts_no_ranks_again_by_itself(tmp_path):
+    given = Given(tmp_path, {}, tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    for rank, code in ((1, KILLED), (0, EXIT_FENCED)):
+        given.node.ends(rank, rank, code)
+        assert given.node.due() == []
+        assert given.readmit(rank)[:2] == (rank, rank)
+        assert given.node.due() == [(rank, rank)]
 
 
 # -- from another shell -------------------------------------------------------------------------------
@@ -439,7 +442,8 @@ def test_a_job_that_ends_starts_no_rank():
 def test_readmit_without_respawn(toy, tmp_path, capsys):
     run = tmp_path / "run"
     job = toy(4, "--steps", 30, "--hold", tmp_path / "go", "--odyssey-inject", "rank=2,step=5,at=forward")
-    wait_for(lambda: events(run, "failure_detected"), 20, "rank 2 to be lost")
-    assert "rank 2 has ended. No rank of this job is started again" in refused(capsys, run, "--rank", "2")
+    wait_for(lambda: events(run, "given_up"), 20, "rank 2 to be given up")
+    assert cli.main(["readmit", str(run), "--rank", "2"]) == 0
+    assert capsys.readouterr().out.startswith(f"rank 2 starts (pid {pids(run, 2)[1]}) on GPU 2 of ")
     (tmp_path / "go").touch()
     check(job, tmp_path, steps=30, survivors={0, 1, 3})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -169,7 +169,7 @@ def test_a_cell_that_loses_a_rank_meanwhile_is_as_others_that_have():
 class Node:
     """Two cells of two ranks, unless the job ``differs``, as their agent has them; their ends are the test's."""
 
-    def __init__(self, folder, **differs):
+    def __init__(self, folder, flags=MappingProxyType({"respawn": 1}), **differs):
         self.rendezvous, self.folder = LocalRendezvous("test"), folder
         address = self.rendezvous.next_rendezvous().bootstrap_store_info
         self.control = Control.connect(address.master_addr, address.master_port, "token", timeout_s=5)
@@ -181,7 +181,7 @@ class Node:
         self.control.put(keys.JOB, to_json({"job": to_json(spec), "profile": ""}))
         envs = {slot: {"RANK": str(slot), "WORLD_SIZE": str(world_size)} for slot in range(world_size)}
         journal = Journal(folder, source="agent0")
-        config = OdysseyConfig(respawn=1)
+        config = OdysseyConfig(**flags)
         self.respawn = Respawn(SimpleNamespace(envs=envs), self.control, config, None, journal)
         self.now_s = 100.0
 
@@ -241,6 +241,40 @@ def test_a_cell_that_loses_a_rank_before_it_can_leave_comes_back_whole(node, die
         node.ends(3, 3)
     assert node.places is None
     assert sorted(node.due()) == [(2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("died_first", [True, False])
+def test_what_is_left_of_a_cell_comes_back_though_nobody_who_died_does(tmp_path, died_first):
+    """By default. The last process of rank 3 ends before or after rank 2 has left with it."""
+    node = Node(tmp_path, {})
+    for rank, code in sorted({3: -9, 2: EXIT_FENCED}.items(), reverse=died_first):
+        node.ends(rank, rank, code)
+    assert node.due() == [(2, 2)]
+    assert node.places == "1"
+    node.ends(2, 2)
+    assert node.due() == [(2, 2)], "once more, when its cell has left to be whole"
+    node.ends(0, 0)
+    node.ends(1, 1)
+    assert node.due() == [], "a cell that was told to leave, and of which nobody has died"
+
+
+def test_what_is_left_of_a_cell_has_left_where_it_may_not_be_smaller(tmp_path):
+    node = Node(tmp_path, {"shrink": "off"})
+    node.ends(3, 3, -9)
+    node.ends(2, 2)
+    assert node.due() == []
+    node.respawn.readmit(3, None, "", node.now_s)
+    assert sorted(node.due()) == [(2, 2), (3, 3)], "the cell is whole"
+
+
+def test_a_broken_cell_is_completed_from_ranks_that_have_left(tmp_path):
+    node = Node(tmp_path, {}, whole_cells_only="it has a reason")
+    for rank, code in ((3, -9), (2, EXIT_FENCED), (0, EXIT_FENCED)):
+        node.ends(rank, rank, code)
+        assert node.due() == []
+    node.ends(1, 1, -9)
+    assert sorted(node.due()) == [(0, 0), (1, 2)]
+    assert not node.respawn.wanted
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,10 @@ class MegatronJobs:
     ) -> Job:
         """A job that is on its way, ``without`` some of the flags of ``model``, its script run by ``before``."""
         flags = f"--odyssey {mode} --odyssey-run-dir {self.folder / name} --odyssey-hang-s 2 {flags}"
+        if (
+            not mode and "--odyssey-respawn" not in flags
+        ):  # cells leave, unless the test is about ranks that come back
+            flags += " --odyssey-shrink off"
         flags += f" --odyssey-inject {inject}" if inject else ""
         return self._start(before, name, flags, ranks, stages, without, model, script)
 

@@ -51,7 +51,7 @@ def test_what_is_left_of_a_cell_trains_until_it_is_whole_again(play, capsys):
     assert (found["odyssey"]["smaller"], whole["smaller"]) == (1, 0)
     assert whole["tokens_per_s"] < found["odyssey"]["tokens_per_s"]
     assert found["odyssey"]["tokens_per_s"] < max(rates)
-    assert "goes on with 2, 1 GPUs, 2 starts of 50 s" in notes
+    assert "goes on with 2, 1 GPUs, 2 start(s) of 50 s" in notes
     # The step is that of odyssey plan.
     asked = ["--kill", "0:1", "--odyssey-respawn", "1", "--mtbf-s", "20000", "--horizon-s", "80000", "--json"]
     assert main_plan([*TP4, *asked]) == 0
@@ -62,13 +62,14 @@ def test_what_is_left_of_a_cell_trains_until_it_is_whole_again(play, capsys):
 
 def test_flags_ask_for_it_and_against_it(play):
     without, notes = play()
-    assert without["odyssey"]["smaller"] == 0
-    assert without["odyssey, respawn 1"]["smaller"] == 1
-    assert "With --odyssey-respawn 1 what is left" in notes
-    off, notes = play("--odyssey-respawn", "1", "--odyssey-shrink", "off")
-    assert "stands by: --odyssey-shrink off" in notes
-    assert not any(one["smaller"] for name, one in off.items() if name != "resihp")
-    assert not {"odyssey, shrink off", "odyssey, respawn 1"} & off.keys()
+    assert without["odyssey"]["smaller"] == 1
+    assert without["odyssey, shrink off"]["smaller"] == 0
+    assert "1 start(s) of 100 s" in notes
+    for respawn in "01":
+        off, notes = play("--odyssey-respawn", respawn, "--odyssey-shrink", "off")
+        assert "stands by: --odyssey-shrink off" in notes
+        assert not any(one["smaller"] for name, one in off.items() if name != "resihp")
+        assert "odyssey, shrink off" not in off
     more, _ = play("--odyssey-respawn", "3")
     assert more["odyssey"]["history"][2][0] > BROKEN + 400
 
@@ -88,7 +89,8 @@ def test_a_node_takes_its_cells(play):
 
 def test_other_systems_lose_the_cell_and_resihp_half_of_it(play):
     """Lost GPUs of a cell that is broken already change nothing for cells that leave as one."""
-    found, _ = play(trace="1000 kill 0:0\n2000 kill 0:2\n3000 kill 0:1\n20000 join 0:*\n40000 end")
+    trace = "1000 kill 0:0\n2000 kill 0:2\n3000 kill 0:1\n20000 join 0:*\n40000 end"
+    found, _ = play("--odyssey-shrink", "off", trace=trace)
     for name in ("recycle", "oobleck", "bamboo", "chameleon", "restart", "odyssey"):
         assert [since for since, _, _ in found[name]["history"]] == [0, 1000, 20000], name
     resihp = found["resihp"]["history"]

@@ -78,7 +78,7 @@ class Lives:
 
     def is_over(self, rank: int, code: int) -> bool:
         """Whether ``rank``, which ended with ``code``, is done: it is neither started again nor counts as lost."""
-        return not self._of(rank).is_unmissed and (not self._limit or code in _FINAL)
+        return not self._of(rank).is_unmissed and code in _FINAL
 
     def next_in_s(self, rank: int, slot: int, code: int, now_s: float) -> float | None:
         """Return the seconds until ``rank``, which ended now in ``slot`` and is not over, is started again.

@@ -5,6 +5,9 @@ wait for all ranks. It is started anew in its own place, with or without ``--ody
 
 A rank that has used up its starts (``lives.py``) is given up, and so is its GPU as far as this agent can tell; see
 ``places.py``. People who know that the GPU works again say so (``odyssey readmit``).
+
+The other ranks of its cell have not died, but have left with it. They start again as a smaller cell, with or without
+``--odyssey-respawn``.
 """
 
 from __future__ import annotations
@@ -80,6 +83,10 @@ class Respawn:
         """Rank -> incarnation, for ranks that have been started again."""
         self._put_off: set[int] = set()
         """Ranks that could not be started when they were due, of which people have been told."""
+        self._left: set[int] = set()
+        """Ranks that have left with their cell, and do not start again by themselves (``--odyssey-respawn 0``)."""
+        self._comes_back: set[int] = set()
+        """The workers whose ranks start again when they have left with their cell."""
         self._carried_out: dict[int, str] = {}
         """Worker -> the value of its ``keys.comes_back_key`` that has been carried out."""
 
@@ -116,20 +123,26 @@ class Respawn:
             say(f"[odyssey] rank {rank} was left out for wrong numbers before: it is not started again")
         if code == EXIT_FENCED:
             self._arrange(rank)
+        job = _job(self._control)
         in_s = self._lives.next_in_s(rank, slot, code, now_s)
-        if in_s is not None:
+        if in_s is not None and (code != EXIT_FENCED or self._starts_fenced(rank, job)):
             self._due.append((now_s + in_s, rank))
-            return
+        elif in_s is not None and job and job.cell_size > 1:
+            self._left.add(rank)
+        elif job or self._config.respawn:  # otherwise there is nothing to come back to
+            self._give_up(rank, slot, job, now_s)
+
+    def _give_up(self, rank: int, slot: int, job: JobSpec | None, now_s: float) -> None:
         self._places.lose(rank)
         self._journal.event("given_up", target=rank, slot=slot, host=host_name(), echo=True)
         say(
             f"[odyssey] rank {rank} is given up, with GPU {slot} of {host_name()} (--odyssey-respawn "
             f"{self._config.respawn}). Once that GPU works again: odyssey readmit {self._config.run_dir} --rank {rank}"
         )
-        job = _job(self._control)
         if job is None:
             return
-        self._complete(now_s, job.cell_size)
+        if self._shrinks or self._config.respawn:
+            self._complete(now_s, job.cell_size)
         for worker in self._places.broken(job.cell_size):
             self._shrink(now_s, job, worker)
 
@@ -141,13 +154,8 @@ class Respawn:
             rank, gpu, state: As in :func:`slot_of`.
 
         Raises:
-            ConfigError: ``rank`` was not given up, or the job starts no ranks again.
+            ConfigError: ``rank`` was not given up.
         """
-        if not self._config.respawn:
-            raise ConfigError(
-                f"{state}. No rank of this job is started again, as it was started without --odyssey-respawn: start "
-                "the next one with it."
-            )
         if waits_s := [at_s - now_s for at_s, one in self._due if one == rank]:
             state = f"rank {rank} is started again by itself, in {max(*waits_s, 0.0):.1f} s"
         slot, job = slot_of(rank, gpu, self._places.given_up, state), _job(self._control)
@@ -159,6 +167,7 @@ class Respawn:
         self._due.append((now_s, starts))
         self._journal.event("readmitted", target=starts, slot=slot, host=host_name(), echo=True)
         self._complete(now_s, job.cell_size)
+        self._wake(worker, job.cell_size, now_s)
         now = self._places.size_left(worker, job.cell_size)
         if now < job.cell_size:
             self._shrink(now_s, job, worker)
@@ -168,6 +177,17 @@ class Respawn:
         lacks = job.cell_size - len(self._places.living(worker, job.cell_size))
         cell = numbers(worker, job.cell_size)
         return Readmitted(starts, slot, outlook(starts, cell, before=before, now=now, lacks=lacks))
+
+    def _starts_fenced(self, rank: int, job: JobSpec | None) -> bool:
+        """Whether ``rank``, which has not died but was told to leave, starts again by itself."""
+        return bool(self._config.respawn or (job and rank // job.cell_size in self._comes_back))
+
+    def _wake(self, worker: int, cell_size: int, now_s: float) -> None:
+        """Have the ranks of ``worker`` start that have left with it, now and from now on."""
+        self._comes_back.add(worker)
+        left = self._left.intersection(numbers(worker, cell_size))
+        self._left -= left
+        self._due.extend((now_s, rank) for rank in sorted(left))
 
     def _has_next(self, rank: int) -> bool:
         """Whether another agent has started a process of ``rank``: this agent stood still meanwhile, and is to end."""
@@ -182,6 +202,7 @@ class Respawn:
         moves, grown = self._places.complete(cell_size)
         for move in moves:
             self._start_in_place(move, now_s)
+            self._wake(move.missing // cell_size, cell_size, now_s)
         if grown is not None:
             self._control.put(keys.places_key(grown), "0")
 
@@ -220,12 +241,14 @@ class Respawn:
             self._control.put(keys.places_key(worker), "0")
         why = job.whole_cells_only or job.whole_shards_only
         if why and living and len(living) < min(job.cell_sizes):
-            say(
-                f"[odyssey] ranks {living} of {list(ranks)} stand by, and do not go on as a smaller cell: {why}"
+            waits = (
+                "stand by, and" if worker in self._comes_back or self._config.respawn else "have left, and"
             )
+            say(f"[odyssey] ranks {living} of {list(ranks)} {waits} do not go on as a smaller cell: {why}")
         if not size or not self._places.is_all_here(worker, job.cell_size):
             return
         self._control.put(keys.places_key(worker), str(size))
+        self._wake(worker, job.cell_size, now_s)
         for move in self._places.shrink(worker, job.cell_sizes):
             self._start_in_place(move, now_s)
         left = list(ranks[:size])
@@ -239,9 +262,9 @@ class Respawn:
 
     def _start_in_place(self, move: Move, now_s: float) -> None:
         """Start the missing rank in place of the spare, as soon as the process of the spare, if any, has ended."""
-        waits = [one for one in self._due if one[1] == move.spare]
         self._due = [one for one in self._due if one[1] != move.spare]
-        if not waits:
+        self._left.discard(move.spare)
+        if move.slot in self._running:
             self.wanted.add(move.slot)
         self._due.append((now_s, move.missing))
         self._lives.moves(move.missing)
