@@ -18,6 +18,7 @@ SMALL_CELL = (
     "--tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --train-iters 22 --global-batch-size 8"
 )
 SPENT = "--odyssey-hang-s 10 --odyssey-respawn 1 --odyssey-policy reroute --odyssey-inject"
+DEFAULT = "--odyssey-hang-s 10 --odyssey-shrink auto --odyssey-policy reroute --odyssey-inject"
 """By routes, a plan uses whatever there is: of layers as small as these half a cell would be left out."""
 FOUR = "--tensor-model-parallel-size 4 --num-query-groups 4 --num-layers 2 --global-batch-size 4"
 CONTEXT = "--context-parallel-size 2 --num-layers 4 --global-batch-size 6"
@@ -70,7 +71,7 @@ def trained(shot: Outcome) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     ("job", "ranks", "stages"),
     [
-        pytest.param(SMALL_CELL, 4, 1, id="small"),
+        pytest.param(SMALL_CELL, 4, 1, id="small", marks=matrix),
         *(
             pytest.param(f"{cells} {LONG}", RANKS, STAGES, marks=matrix)
             for cells in (
@@ -92,6 +93,22 @@ def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, job, ranks, s
     assert trained(shot) == [[[1, 1]]]
     begun = {event["generation"]: event["members"] for event in shot.named("generation_started")}
     assert begun[max(begun)] == [0, 1, 2, *range(4, ranks)]
+
+
+@pytest.mark.parametrize(
+    ("job", "stages"),
+    [
+        pytest.param(SMALL_CELL, 1, id="small"),
+        pytest.param(f"{CONTEXT} {SLICES} {LONG}", STAGES, marks=matrix),
+        pytest.param(f"{GANG} --train-iters 90", STAGES, marks=matrix),
+    ],
+)
+def test_by_default_who_is_dead_stays_away_and_what_is_left_trains_on(jobs, undisturbed, name, job, stages):
+    flags = f"{job} {DEFAULT} rank=3,step=1,at=backward"
+    shot = jobs.run(name, ranks=4 * stages, stages=stages, flags=flags, timeout_s=200.0)
+    assert_equal_runs(shot, undisturbed(job, **({"ranks": 2} if "expert" in job else {})), kills=1)
+    assert trained(shot) == [[[1, 1]]]
+    assert {event["target"] for event in shot.named("rank_started")[4 * stages :]} == {2}
 
 
 @matrix

@@ -91,7 +91,7 @@ class Case:
     copies: int = 0
     """Of each slice of optimizer state; 0: every holder keeps all."""
     respawns: int = 0
-    """How often each rank is started again."""
+    """How often each rank is started again; 0: what is left of its cell does not come back, either."""
     tensor: int = 1
     context: int = 1
     expert: int = 1
@@ -113,7 +113,8 @@ class Case:
 
     @property
     def config(self) -> OdysseyConfig:
-        return OdysseyConfig(device="cpu", respawn=self.respawns, **self.flags)
+        shrink = "auto" if self.respawns else "off"
+        return OdysseyConfig(device="cpu", respawn=self.respawns, **{"shrink": shrink, **self.flags})
 
     @property
     def spec(self) -> JobSpec:
