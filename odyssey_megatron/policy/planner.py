@@ -105,7 +105,7 @@ class PolicyPlanner:
         self._job = job = replace(job, best_layout=layout == "auto", spreads_replicas=layout != "megatron")
         self._profile = _checked(from_json(Profile, profile_json), job)
         keeps = self._config.resumes_steps
-        costs = self._profile.costs.with_stretches(job.stretches)
+        costs = self._profile.costs.with_stretches(*job.stretches)
         self._profile = replace(self._profile, costs=replace(costs, keeps_messages=keeps))
         job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
