@@ -100,18 +100,20 @@ class JobSpec:
         return self.num_experts // size if size > 1 else 0
 
     @property
-    def stretches(self) -> int:
-        """Number of ranks of a whole cell that share out the optimizer state of what they have alike; 1 where all
-        holders keep all of it.
+    def stretches(self) -> tuple[int, int]:
+        """Number of ranks of a whole cell that share out the optimizer state of what they have alike; and of experts
+        that are spread over ranks. (1, 1) where all holders keep all of it.
         """
-        return self.cell(0).parts.alike if self.optimizer_copies else 1
+        parts = self.cell(0).parts
+        is_gang = self.expert_model_parallel_size > 1
+        return (parts.alike, parts.experts_alike if is_gang else 1) if self.optimizer_copies else (1, 1)
 
     @property
     def alike_ranks(self) -> int:
         """Number of ranks of a cell that have the same of all layers, and come first in :meth:`Cell.divisions`.
 
-        It is 1 with expert parallelism: then experts are spread over these ranks. Their layers without experts, which
-        are the same, are counted in a smaller gang as if they were experts, too.
+        It is 1 with expert parallelism: then experts are spread over these ranks. Weights besides experts, which are
+        the same, are counted in a smaller gang as if they were experts, too.
         """
         return self.context_parallel_size if self.expert_model_parallel_size == 1 else 1
 
@@ -121,7 +123,7 @@ class JobSpec:
         return {
             "cell_size": self.cell_size,
             "context": self.alike_ranks,
-            "shares_out": self.stretches > 1,
+            "shares_out": self.stretches[0] > 1,
             "experts": self.experts_of_one,
             "experts_work": self.experts_work,
         }

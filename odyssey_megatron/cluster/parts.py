@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from odyssey_megatron.cluster.shapes import Each
 
 if TYPE_CHECKING:
     from odyssey_megatron.cluster.cell import Cell
+
+
+@lru_cache(maxsize=256)
+def filled(places: int, ranks: int) -> tuple[range, ...]:
+    """Return which of ``places`` each of ``ranks`` ranks stands for: equally many side by side, or, where their number
+    does not divide that of the places, as lanes of an uneven gang are dealt out (``Cell.held_lanes``).
+    """
+    if places % ranks:
+        return tuple(range(one, places, ranks) for one in range(ranks))
+    each = places // ranks
+    return tuple(range(one * each, (one + 1) * each) for one in range(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +45,25 @@ class Parts:
 
     @property
     def alike(self) -> int:
-        """Number of ranks of a whole cell that have the same part of every layer."""
-        return self.cell.full // self.count
+        """Number of ranks of a whole cell that have the same of every layer, but for experts spread over ranks."""
+        return self.cell.full // self.cell.full_tensor
 
     @property
     def held_alike(self) -> range:
-        """Which of these :attr:`alike` ranks' places this rank fills, for each part that it has."""
-        cell, each = self.cell, self.count // self.cell.full_tensor
-        first = cell.held_lanes[0] * cell.full_context + cell.held_contexts[0]
-        last = cell.held_lanes[-1] * cell.full_context + cell.held_contexts[-1]
-        return range(first // each, last // each + 1)
+        """Which of these :attr:`alike` ranks' places this rank fills."""
+        cell = self.cell
+        return filled(self.alike, cell.size // cell.tensor)[cell.index // cell.tensor]
+
+    @property
+    def experts_alike(self) -> int:
+        """Number of ranks of a whole cell that have the same experts of every layer."""
+        return self.cell.full // self.of_experts
+
+    @property
+    def held_experts_alike(self) -> range:
+        """Which of these :attr:`experts_alike` ranks' places this rank fills."""
+        cell = self.cell
+        return filled(self.experts_alike, cell.size // cell.expert_parts)[cell.index // cell.expert_parts]
 
     @property
     def each(self) -> Each:
@@ -74,11 +95,6 @@ class Parts:
         expert, shard = divmod(part, cell.full_tensor)
         first = cell.held_lanes[0] * cell.full_context + cell.held_contexts[0]
         return (first + (expert - first) % cell.full_expert) * cell.full_tensor + shard
-
-    @property
-    def slots(self) -> int:
-        """One more than the largest :meth:`slot` that any rank may have."""
-        return self.cell.full
 
     def fills(self, slot: int) -> bool:
         """Whether the place ``slot`` (an index in a whole cell) is one of those that this rank fills."""
@@ -112,12 +128,8 @@ class PartsByRun(Parts):
         return self.count
 
     @property
-    def alike(self) -> int:
+    def experts_alike(self) -> int:
         return 1
-
-    @property
-    def held_alike(self) -> range:
-        return range(1)
 
     @property
     def each(self) -> Each:
@@ -134,10 +146,6 @@ class PartsByRun(Parts):
 
     def slot(self, part: int) -> int:
         return part
-
-    @property
-    def slots(self) -> int:
-        return self.count
 
     def given_to(self, other: Parts) -> tuple[int, ...]:
         held = self.held

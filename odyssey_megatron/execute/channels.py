@@ -20,7 +20,7 @@ from odyssey_megatron.errors import PeerFailed
 from odyssey_megatron.execute.held import Held, SlowLinks
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.plan.placing.groups import WORLD, channel_name, moves_name
-from odyssey_megatron.plan.placing.stretches import in_stretch
+from odyssey_megatron.plan.placing.stretches import exchanged
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.schedule import SEND, Instr, Op
 from odyssey_megatron.rebuild.abort import wait_all
@@ -91,12 +91,12 @@ class Channels:
         num_layers: int,
         tagged: bool,
         cuts: bool = False,
-        stretches: int = 1,
+        slices: bool = False,
         slow: SlowLinks | None = None,
     ):
-        """``stretches``: of each layer's optimizer state, if it is cut (``plan/placing/stretches.py``)."""
+        """``slices``: optimizer state is cut (``plan/placing/slices.py``)."""
         self._groups, self._num_layers, self._tagged = groups, num_layers, tagged
-        self._cells, self._cell, self._cuts, self._stretches = cells, cells.cell, cuts, stretches
+        self._cells, self._cell, self._cuts, self._slices = cells, cells.cell, cuts, slices
         self._slow = slow or SlowLinks()
         self._sent: list[Any] = []
         self._own = self._cell.pieces(cuts)
@@ -139,17 +139,16 @@ class Channels:
         other = transfer.target if sends else transfer.source
         found = []
         for there in self._cells.counterparts(other):
-            source, target = (here.parts, there.parts) if sends else (there.parts, here.parts)
+            source, target = (here, there) if sends else (there, here)
             where = self._of_moves(transfer, number, there.rank)
-            if self._stretches == 1:
-                ways = [(part, target.slot(part), transfer.span) for part in source.given_to(target)]
-            else:
+            if self._slices:
                 ways = [
-                    (part, one * target.count + part, in_stretch(transfer.span, one, self._stretches))
-                    for one in target.held_alike
-                    for part in target.held
-                    if one in source.held_alike and part in source.held
+                    (here.parts.held[one.number], one.slot, one.span)
+                    for one in exchanged(source, target, transfer.span, sends=sends)
                 ]
+            else:
+                given = source.parts.given_to(target.parts)
+                ways = [(part, target.parts.slot(part), transfer.span) for part in given]
             found += [Way(part, slot, there.rank, where, span) for part, slot, span in ways]
         return found
 

@@ -38,7 +38,6 @@ from odyssey_megatron.execute.training import Training, asking_for_less
 from odyssey_megatron.execute.votes import NUM_VOTES, Ballot
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.placing.groups import WORLD, holder_groups
-from odyssey_megatron.plan.placing.stretches import stretches
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.assignment import Assignment
 from odyssey_megatron.plan.sending.generation import Generation
@@ -143,10 +142,10 @@ class RankRuntime:
         return self._assignment
 
     def holders_of(
-        self, first: int, last: int, slot: int
+        self, first: int, last: int, part: int, parts: int
     ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
         """See ``Regrouping.holders_of``."""
-        return self._groups.holders_of(self._assigned, first, last, slot)
+        return self._groups.holders_of(self._assigned, first, last, part, parts)
 
     # -- a recovery, phase by phase -------------------------------------------------------------------------------
 
@@ -269,7 +268,7 @@ class RankRuntime:
             num_layers=assignment.layout.num_layers,
             tagged=self._tagged,
             cuts=model.cuts_activations,
-            stretches=stretches(assignment.cell, assignment.layout),
+            slices=bool(assignment.layout.keepers),
             slow=self._slow,
         )
         filling = Filling(

@@ -62,7 +62,7 @@ class Reduction:
         self._scattered: list[tuple[Instr, GradientRows]] = []
         """Rows whose sums other ranks need, too, and get when all sums are made."""
         self._to_pass: list[tuple[Instr, GradientRows, torch.Tensor, range]] = []
-        """Sums that other ranks get before the group's next sum. The range is the part of each rank's piece."""
+        """Sums that other ranks get before the group's next sum. The range is the part of each rank's row."""
         self._bytes = 0
 
     def start(

@@ -148,16 +148,15 @@ class Regrouping:
         return self.entered[name] if name in self.entered else None
 
     def holders_of(
-        self, assignment: Assignment, first: int, last: int, slot: int
+        self, assignment: Assignment, first: int, last: int, part: int, parts: int
     ) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-        """Return the group of the ranks that have the same of block ``[first, last)`` as this one has in ``slot``.
+        """Return the group of the ranks that have ``part``, of ``parts``, of the block ``[first, last)``.
 
-        See ``Parts.slot``. None: no other rank has. The second value is the number of these ranks for each holder.
+        None: this rank alone has. The second value is the number of these ranks for each holder.
         """
-        parts = assignment.cell.parts.count
         (block,) = (one for one in assignment.layout.blocks() if (one.first, one.last) == (first, last))
         ranks = membership.ranks_of_holders(block, assignment.cells, parts)
-        return self.find(membership.block_group_name(first, last, slot % parts, parts)), ranks
+        return self.find(membership.block_group_name(first, last, part, parts)), ranks
 
     @property
     def are_over(self) -> bool:

@@ -1,11 +1,10 @@
 """Sums of gradients of which each holder needs some slices only: where they lie, and who exchanges them.
 
-The slices of a bucket's layers are put one behind the other, ordered by who keeps them first. So each keeper has
-a row; all rows are as long as the longest. A keeper is a rank; or, where several ranks of a holder keep the same (a
-gang's lanes), all of them, and each has a piece of the row. A reduce-scatter sums the rows and leaves each rank the
-sums of its piece. The rank then sends them to the others that keep them. Where they lie in the order of these
-others, they are sent as they are, without waiting for them (:attr:`GradientRows.passes_on`). All keepers of a slice
-have one rank's sums of it, and so the same bytes.
+The slices of a bucket's layers are put one behind the other, ordered by who keeps them first. So each rank has a
+row; all rows are as long as the longest. A reduce-scatter sums the rows and leaves each rank the sums of its own. The
+rank then sends them to the others that keep them. Where they lie in the order of these others, they are sent as they
+are, without waiting for them (:attr:`GradientRows.passes_on`). All keepers of a slice have one rank's sums of it, and
+so the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.plan.placing.stretches import Seats
-from odyssey_megatron.rebuild.transfer import places
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -30,7 +28,7 @@ class Slices(NamedTuple):
     views: Sequence[torch.Tensor]
     """This rank's gradients, as 1-D views."""
     stretch: int = 0
-    """Which stretch they are of: only some ranks of each owner keep it (``plan/placing/stretches.py``)."""
+    """Which stretch they are of: one rank of each owner keeps it (``plan/placing/stretches.py``)."""
     stretches: int = 1
     """The number of stretches, the same in all slices."""
 
@@ -39,7 +37,7 @@ class _Piece(NamedTuple):
     start: int
     """Its place in the row."""
     owners: tuple[int, ...]
-    """The numbers of the seats that keep it."""
+    """The numbers in the group of the ranks that keep it."""
     view: torch.Tensor
 
 
@@ -48,21 +46,21 @@ class GradientRows:
 
     def __init__(self, slices: Sequence[Slices], ranks: Sequence[int], group: dist.ProcessGroup):
         """Put the slices in rows; ``ranks``: for each holder, the number of its ranks in the ``group``."""
-        seats = Seats.of(ranks, slices[0].stretches)
-        self.group, self._places = group, places(seats.ranks)
-        self._rows: list[list[_Piece]] = [[] for _ in seats.ranks]
-        lengths = [0] * len(seats.ranks)
-        self.passes_on = {*seats.ranks} == {1} and max(len(one.owners) for one in slices) == 2
-        """Whether each rank's sums can be passed on piece by piece as they are: no two ranks of a holder keep
-        the same, and no slice has more than one other owner.
+        seats, size = Seats(ranks, slices[0].stretches), sum(ranks)
+        self.group = group
+        self._rows: list[list[_Piece]] = [[] for _ in range(size)]
+        lengths = [0] * size
+        self.passes_on = max(len(one.owners) for one in slices) == 2
+        """Whether each rank's sums can be passed on piece by piece as they are: no slice has more than one other
+        owner.
         """
         kept = [(tuple(seats.keeping(owner, one.stretch) for owner in one.owners), one) for one in slices]
-        for owners, one in sorted(kept, key=lambda pair: pair[0][1:] or (len(seats.ranks),)):
+        for owners, one in sorted(kept, key=lambda pair: pair[0][1:] or (size,)):
             row = owners[0]
             for view in one.views:
                 self._rows[row].append(_Piece(lengths[row], owners, view))
                 lengths[row] += view.numel()
-        self.width = max(-(-length // count) for length, count in zip(lengths, seats.ranks, strict=True))
+        self.width = max(lengths)
         """Number of elements that one rank sums."""
         self._me = group.rank()
 
@@ -71,21 +69,19 @@ class GradientRows:
         return next(piece.view.element_size() for row in self._rows for piece in row)
 
     def _within(self, rank: int, low: int, high: int, keeper: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (where, view) of what is in ``[low, high)`` of the piece of ``rank``, and is kept by ``keeper``.
+        """Yield (where, view) of what is in ``[low, high)`` of the row of ``rank``, and is kept by ``keeper``.
 
         A negative ``keeper`` stands for any.
         """
-        row, number = self._places[rank]
-        before = number * self.width
-        for piece in self._rows[row]:
+        for piece in self._rows[rank]:
             if keeper < 0 or keeper in piece.owners:
-                start = max(piece.start, before + low)
-                stop = min(piece.start + piece.view.numel(), before + high)
+                start = max(piece.start, low)
+                stop = min(piece.start + piece.view.numel(), high)
                 if start < stop:
-                    yield start - before - low, piece.view[start - piece.start : stop - piece.start]
+                    yield start - low, piece.view[start - piece.start : stop - piece.start]
 
     def packed(self, low: int, high: int, share: float) -> torch.Tensor:
-        """Return what is in ``[low, high)`` of the piece of each rank, times ``share``: [ranks, high - low]."""
+        """Return what is in ``[low, high)`` of the row of each rank, times ``share``: [ranks, high - low]."""
         some = next(piece.view for row in self._rows for piece in row)
         rows = some.new_zeros(self.group.size(), high - low)
         for rank, row in enumerate(rows):
@@ -94,7 +90,7 @@ class GradientRows:
         return rows
 
     def own(self, low: int, high: int) -> list[tuple[int, torch.Tensor]]:
-        """Return (where, view) of what this rank sums in ``[low, high)`` of its piece."""
+        """Return (where, view) of what this rank sums in ``[low, high)`` of its row."""
         return [*self._within(self._me, low, high)]
 
     def views(self, rows: torch.Tensor, low: int, high: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -150,4 +146,4 @@ class GradientRows:
     def _between(self, source: int, target: int) -> list[torch.Tensor]:
         if source == target:
             return []
-        return [view for _, view in self._within(source, 0, self.width, self._places[target][0])]
+        return [view for _, view in self._within(source, 0, self.width, target)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Annotated, Any, Generic, TypeVar
@@ -33,11 +34,13 @@ class LayerCost:
     """Bytes of gradients, which the layer's holders sum. Each holder keeps these and the weights."""
     optimizer_bytes: SIZE_BYTES
     """Bytes of the whole optimizer state, of which each keeper has its slices (``Layout.states``); of a rank's
-    stretch of it, if there are ``Costs.stretches``."""
+    stretches of it, if there are ``Costs.stretches``."""
     state_bytes: SIZE_BYTES
     """Bytes of weights and optimizer state: what a new keeper of all of it must be sent."""
     early_bytes: SIZE_BYTES = 0
     """The part of ``activation_bytes`` that only the input gradient needs, and that is free after it."""
+    expert_bytes: SIZE_BYTES = 0
+    """The part of ``weight_bytes`` that are experts spread over ranks."""
 
     @property
     def compute_s(self) -> float:
@@ -48,6 +51,13 @@ class LayerCost:
     def kept_bytes(self) -> int:
         """Bytes that a keeper of all of it keeps: weights, gradients and optimizer state."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def in_stretch(self, stretches: int, of_experts: int) -> Fraction:
+        """Return the share of a rank's numbers of this layer that are in a stretch: one of so many ``stretches``, and
+        one of so many ``of_experts``.
+        """
+        experts = Fraction(self.expert_bytes, self.weight_bytes) if self.expert_bytes else Fraction(0)
+        return (1 - experts) / stretches + experts / of_experts
 
 
 Number = TypeVar("Number", int, float)
@@ -114,6 +124,7 @@ class Spans:
         self.early_bytes = _Sum(0, (one.early_bytes for one in layers))
         whole = (*layers, tied) if tied else layers
         self.weight_bytes = _Sum(0, (one.weight_bytes for one in whole))
+        self.expert_bytes = _Sum(0, (one.expert_bytes for one in whole))
         self.gradient_bytes = _Sum(0, (one.gradient_bytes for one in whole))
         self.state_bytes = _Sum(0, (one.state_bytes for one in whole))
         self.kept_bytes = _Kept([one.kept_bytes for one in layers], tied.kept_bytes if tied else 0)
@@ -143,7 +154,9 @@ class Costs:
     """Memory of one worker for weights, gradients, optimizer and activations; None: not known, and no limit."""
     stretches: Annotated[int, COUNT] = 1
     """Number of ranks of a whole cell that share out the optimizer state of what they have alike
-    (``plan/placing/stretches.py``)."""
+    (``plan/placing/stretches.py``), experts that are spread over ranks aside."""
+    expert_stretches: Annotated[int, COUNT] = 1
+    """The same for these experts."""
     keeps_messages: bool = False
     """Whether a worker keeps what it sends until the step's end, so that an interrupted step can go on."""
     optimizer_s: COST_S = 0.0
@@ -169,15 +182,27 @@ class Costs:
         count = len(self.layers)
         return replace(self, layers=found[:count], tied=found[count] if self.tied else None)
 
-    def with_stretches(self, number: int) -> Costs:
-        """Return these costs with optimizer state in ``number`` stretches."""
-        if number == self.stretches:
+    def with_stretches(self, number: int, of_experts: int = 1) -> Costs:
+        """Return these costs with optimizer state in ``number`` stretches, that ``of_experts`` in so many."""
+        before = self.stretches, self.expert_stretches
+        if before == (number, of_experts):
             return self
         layers = (
-            replace(one, optimizer_bytes=-(-one.optimizer_bytes * self.stretches // number))
+            replace(
+                one,
+                optimizer_bytes=math.ceil(
+                    one.optimizer_bytes * one.in_stretch(number, of_experts) / one.in_stretch(*before)
+                ),
+            )
             for one in self.all_layers
         )
-        return replace(self.with_layers(layers), stretches=number)
+        return replace(self.with_layers(layers), stretches=number, expert_stretches=of_experts)
+
+    @cached_property
+    def moved_bytes(self) -> tuple[int, ...]:
+        """For each of ``all_layers``, the bytes of ``state_bytes`` that one rank sends or receives of it."""
+        count = self.stretches, self.expert_stretches
+        return tuple(math.ceil(one.state_bytes * one.in_stretch(*count)) for one in self.all_layers)
 
     def message_s(self) -> float:
         """Return the time of one activation message."""

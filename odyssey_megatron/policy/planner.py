@@ -96,7 +96,7 @@ class PolicyPlanner:
         layout = self._config.layout
         self._job = job = replace(job, best_layout=layout == "auto", spreads_replicas=layout != "megatron")
         given = _checked(from_json(Profile, profile_json), job)
-        costs = given.costs.with_stretches(job.stretches)
+        costs = given.costs.with_stretches(*job.stretches)
         given = replace(given, costs=replace(costs, keeps_messages=self._config.resumes_steps))
         self.known = KnownCosts(Path(self._config.run_dir) / "profile.json", given, job.cell_size)
         job.check(len(state.workers) * job.cell_size)

@@ -67,7 +67,7 @@ class Message(NamedTuple):
     number: int
     """The number of the transfer among those from ``source`` to ``target``."""
     slot: int
-    """``Parts.slot`` of the part."""
+    """``rebuild.transfer.Way.slot``."""
 
 
 def agree_on_messages(

@@ -18,7 +18,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.placing.slices import EVERYTHING, Slice, Span, firsts, kept
-from odyssey_megatron.plan.placing.stretches import Seats, Stretches
+from odyssey_megatron.plan.placing.stretches import Kind, Seats, Stretches
 from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.plan.scheduling.gathers import gather_order
 from odyssey_megatron.rebuild.manifest import Message, Tensors, agree, agree_on_messages
@@ -32,7 +32,9 @@ class Way(NamedTuple):
 
     part: int
     slot: int
-    """The place that it goes to, as an index in a whole cell (``Parts.slot``)."""
+    """Tells it from the others that go between two workers in one transfer: the place that it goes to, as an index in a
+    whole cell (``Parts.slot``), or of cut state ``plan.placing.stretches.Piece.slot``.
+    """
     rank: int
     """The rank at the other end."""
     where: dict[str, Any]
@@ -157,7 +159,7 @@ class Spreading:
         *,
         cell: Cell,
         world: dist.ProcessGroup,
-        holders_of: Callable[[int, int, int], tuple[dist.ProcessGroup | None, Sequence[int]]],
+        holders_of: Callable[[int, int, int, int], tuple[dist.ProcessGroup | None, Sequence[int]]],
         weights_of: Callable[[int, int, Sequence[Span]], Tensors],
         arrived: Callable[[int, int, Sequence[Span], Tensors], None],
     ):
@@ -167,8 +169,8 @@ class Spreading:
             buckets: The blocks of this worker, cut into pieces that travel as one message. The same on all holders.
             world: The group of all members.
             holders_of: Returns the group of a block's holders and, for each holder, the number of its ranks in it: all
-                those that have the same of the block; None: this rank alone has. It is given the block's first layer,
-                the layer behind its last one, and a ``Parts.slot`` of this rank.
+                those that have the same part; None: this rank alone has. It is given the block's first layer, the layer
+                behind its last one, a part that this rank has, and how many different ones there are (``Kind.parts``).
             weights_of: Returns the weights of a layer, a part and spans of it, in place or as a copy.
             arrived: Called with a layer, a part, spans of it, and their weights, once these have come.
 
@@ -178,37 +180,27 @@ class Spreading:
         self._weights_of, self._arrived = weights_of, arrived
         self._messages: list[_Message] = []
         self._under_way: deque[_UnderWay] = deque()
-        mine, ours, states = Stretches.of(cell, layout), dict[int, Tensors](), layout.states
-        parts = cell.parts
-        for bucket in gather_order(buckets, layout.num_layers) if layout.keepers else ():
-            slices = {
-                layer: states[layer]
-                for layer in range(bucket.first, bucket.last)
-                if mine.count > 1 or any(len(one.owners) < len(bucket.holders) for one in states[layer])
-            }
-            if not slices:
-                continue
+        if not layout.keepers:
+            return
+        ours, kinds, number = dict[int, Tensors](), Stretches.of(cell, layout).kinds, layout.num_layers
+        places = sum(kind.parts for kind in kinds)
+        for bucket, kind, held, part, slices in _to_gather(layout, gather_order(buckets, number), cell):
+            place = part if kind.all == kinds[0].all else kinds[0].parts + part
+            ours |= {layer * places + place: weights_of(layer, held, [kind.all]) for layer in slices}
             block = next(one for one in layout.blocks() if one.first <= bucket.first < one.last)
-            own = {*_spans(slices, kept, cell.worker, mine)}
-            for part in parts.held:
-                slot = parts.slot(part)
-                ours |= {
-                    layer * parts.slots + slot: weights_of(layer, part, [EVERYTHING]) for layer in slices
-                }
-                group, ranks = holders_of(block.first, block.last, slot)
-                if group is None:
-                    continue
-                seats, of = Seats.of(ranks, mine.count), bucket.holders
-                stepped = [_spans(slices, firsts, of[holder], one) for holder, one in seats.kept()]
-                self._messages.append(_Message(group, seats.ranks, part, frozenset(slices), stepped, own))
-        if layout.keepers:
-            agree(
-                ours,
-                len(layout.all_holders) * parts.slots,
-                world,
-                who=f"rank {cell.rank}",
-                what=lambda at: f"the weights of {layer_name(at // parts.slots, layout.num_layers)}",
-            )
+            group, ranks = holders_of(block.first, block.last, part, kind.parts)
+            if group is not None:
+                own = {*_spans(slices, kept, cell.worker, kind, kind.own)}
+                seats, of = Seats(ranks, kind.stretches), bucket.holders
+                stepped = [_spans(slices, firsts, of[at], kind, keeps) for at, keeps in seats.kept()]
+                self._messages.append(_Message(group, held, frozenset(slices), stepped, own))
+        agree(
+            ours,
+            len(layout.all_holders) * places,
+            world,
+            who=f"rank {cell.rank}",
+            what=lambda at: f"the weights of {layer_name(at // places, number)}",
+        )
 
     @property
     def has_part(self) -> bool:
@@ -227,23 +219,22 @@ class Spreading:
         room: int | None = None
         for message in self._messages:
             every = self._weights(message)
-            sizes = [sum(one.nbytes for _, own in each for one in own.values()) for each in every]
-            # All ranks of a seat have stepped the same weights, and send a piece of them each.
-            if not (length := max(-(-size // each) for size, each in zip(sizes, message.ranks, strict=True))):
+            if not (
+                length := max(sum(one.nbytes for _, own in each for one in own.values()) for each in every)
+            ):
                 continue
             some = next(one for each in every for _, own in each for one in own.values())
             room = _room_bytes(some.device) if room is None else room
             room -= message.group.size() * length
             while self._under_way and room < 0:
                 room += self._end(self._under_way.popleft())
-            index, piece = places(message.ranks)[message.group.rank()]
             gathered = some.new_empty((message.group.size(), length), dtype=torch.uint8)
-            mine = gathered.new_zeros(message.ranks[index] * length)
-            if sizes[index]:
-                mine[: sizes[index]] = packed([one for _, own in every[index] for one in own.values()])
+            mine = gathered.new_zeros(length)
+            if stepped := [one for _, own in every[message.group.rank()] for one in own.values()]:
+                flat = packed(stepped)
+                mine[: flat.numel()] = flat
             # Gathered into one tensor: for a list of tensors NCCL's backend would use as much memory again, and copy.
-            own = mine[piece * length : (piece + 1) * length]
-            work = _all_gather(gathered.view(-1), own, group=message.group, async_op=True)
+            work = _all_gather(gathered.view(-1), mine, group=message.group, async_op=True)
             self._under_way.append(_UnderWay(message, work, gathered))
 
     def arrive(self, layer: int) -> None:
@@ -259,7 +250,7 @@ class Spreading:
             self._end(self._under_way.popleft())
 
     def _weights(self, message: _Message) -> list[list[tuple[tuple[int, Span], Tensors]]]:
-        """Return, for each seat, (layer, span) and the weights of each span of which it is the first keeper."""
+        """Return, for each rank, (layer, span) and the weights of each span of which it is the first keeper."""
         return [
             [((layer, span), self._weights_of(layer, message.part, [span])) for layer, span in own]
             for own in message.stepped
@@ -268,8 +259,7 @@ class Spreading:
     def _end(self, one: _UnderWay) -> int:
         """Wait for a message, and put its weights where they belong. Returns the number of bytes freed."""
         one.work.wait()
-        rows = torch.split(one.gathered, [*one.message.ranks])
-        for each, flat in zip(self._weights(one.message), [row.reshape(-1) for row in rows], strict=True):
+        for each, flat in zip(self._weights(one.message), one.gathered, strict=True):
             at = 0
             for (layer, span), own in each:
                 size = sum(tensor.nbytes for tensor in own.values())
@@ -280,17 +270,36 @@ class Spreading:
         return one.gathered.nbytes
 
 
+def _to_gather(
+    layout: Layout, buckets: Iterable[Block], cell: Cell
+) -> Iterator[tuple[Block, Kind, int, int, dict[int, tuple[Slice, ...]]]]:
+    """Yield, in the order in which all ranks gather them, what of each bucket not all ranks step that have it: the
+    bucket, the kind, its part, among ``Parts.held`` and among ``Parts.own``, and the layers with their slices.
+    """
+    for bucket in buckets:
+        for kind in Stretches.of(cell, layout).kinds:
+            slices = {
+                layer: found
+                for layer, found in enumerate(layout.states[bucket.first : bucket.last], start=bucket.first)
+                if kind.stretches > 1 or any(len(one.owners) < len(bucket.holders) for one in found)
+            }
+            for held, part in zip(cell.parts.held, cell.parts.own(kind.parts), strict=False):
+                if slices:
+                    yield bucket, kind, held, part, slices
+
+
 def _spans(
     slices: Mapping[int, tuple[Slice, ...]],
     of_worker: Callable[[tuple[Slice, ...]], Mapping[int, tuple[Span, ...]]],
     worker: int,
-    own: Stretches,
+    kind: Kind,
+    own: range,
 ) -> list[tuple[int, Span]]:
-    """Return (layer, span) of what ``of_worker`` gives ``worker`` of these ``slices``, in its ``own`` stretches."""
+    """Return (layer, span) of what ``of_worker`` gives ``worker`` of these ``slices``, in the stretches ``own``."""
     return [
         (layer, span)
         for layer, found in slices.items()
-        for span in own.each(of_worker(found).get(worker, ()))
+        for span in kind.each(of_worker(found).get(worker, ()), own)
     ]
 
 
@@ -298,12 +307,10 @@ class _Message(NamedTuple):
     """What one gathering of a bucket consists of, for one part."""
 
     group: dist.ProcessGroup
-    ranks: Sequence[int]
-    """The number of ranks of each seat in the group (``Seats``)."""
     part: int
     layers: frozenset[int]
     stepped: list[list[tuple[int, Span]]]
-    """For each seat, the spans (layer, span) of which it is the first keeper."""
+    """For each rank of the group, the spans (layer, span) of which it is the first keeper."""
     keeps: set[tuple[int, Span]]
     """The spans (layer, span) that this rank keeps, and so has stepped itself."""
 
@@ -313,12 +320,7 @@ class _UnderWay:
     message: _Message
     work: Any
     gathered: torch.Tensor
-    """uint8 [ranks, bytes of the longest piece]."""
-
-
-def places(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (seat, index among the seat's ranks) for each rank of a group. ``ranks`` has each seat's number."""
-    return [(seat, number) for seat, count in enumerate(ranks) for number in range(count)]
+    """uint8 [ranks, bytes that the one with most sends]."""
 
 
 def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

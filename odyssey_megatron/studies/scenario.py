@@ -166,7 +166,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         optimizer_copies=line.config.optimizer_copies if line.use_distributed_optimizer else 0,
     )
     job.check(nodes * gpus)
-    costs = profile.costs.with_stretches(job.stretches)
+    costs = profile.costs.with_stretches(*job.stretches)
     return Scenario(
         name=name,
         job=job,

@@ -27,10 +27,11 @@ is off that, and ``runtime_s`` the rest of the wall clock. ``back_s`` is from th
 with what is left of the cell computing. What half a cell really does of what a whole one does no clock here shows.
 
 **(b)** Optimizer slices, measured beside Megatron's own distributed optimizer: the example's model on 8 CPU ranks, PP2
-x DP4 and PP2 x CP2 x DP2, from the same weights on the same microbatches; runs alternate. Bytes are those of optimizer
-state on the fullest rank, which keeps each slice twice, where Megatron has it once. Step times are from commit to
-commit, on gloo and two cores: they show what is sent, and this project's own Python. Gloo's reduce-scatter sends as
-much as its all-reduce, on both sides; what NCCL's saves, and what runs beside one another on a GPU, they do not show.
+x DP4, PP2 x CP2 x DP2, and PP2 x EP2 x DP2 with four experts, from the same weights on the same microbatches; runs
+alternate. Bytes are those of optimizer state on the fullest rank, which keeps each slice twice, where Megatron has it
+once. Step times are from commit to commit, on gloo and two cores: they show what is sent, and this project's own
+Python. Gloo's reduce-scatter sends as much as its all-reduce, on both sides; what NCCL's saves, and what runs beside
+one another on a GPU, they do not show.
 
 **(c)** A gang of eight, over which experts are spread, loses a rank: throughput beside that of the healthy job, whose
 layout is Megatron's, simulated as in (a). The bars are 0.97 of what the other ranks of its stage's gangs are beside
@@ -299,7 +300,11 @@ def by_the_wall_clock() -> list[dict[str, Any]]:
 _SLICED = (
     "--pipeline-model-parallel-size 2 --hidden-size 256 --ffn-hidden-size 768 --use-distributed-optimizer"
 )
-SLICED = {"DP4": _SLICED, "CP2 x DP2": f"{_SLICED} --context-parallel-size 2"}
+SLICED = {
+    "DP4": _SLICED,
+    "CP2 x DP2": f"{_SLICED} --context-parallel-size 2",
+    "EP2 x DP2": f"{_SLICED} --num-experts 4 --moe-router-load-balancing-type none --expert-model-parallel-size 2",
+}
 
 
 def slices_measured(flags: str, rounds: int, steps: int) -> dict[str, Any]:

@@ -79,6 +79,19 @@ def test_bfloat16_over_gangs(jobs, undisturbed, name):
     assert_alike_runs(shot, undisturbed(f"{BFLOAT16} {MODELS['deepseek']}", ranks=2), kills=1)
 
 
+def test_optimizer_state_besides_experts_is_cut_over_lanes_too(jobs, undisturbed, name):
+    """As in Megatron's distributed optimizer, and kept twice."""
+    mixtral = MODELS["mixtral"]
+    alone, gang = undisturbed(f"{JOB} {MIXTRAL}", ranks=1), undisturbed(mixtral, ranks=2)
+    shot = jobs.run(name, ranks=6, stages=1, flags=f"{mixtral} --use-distributed-optimizer")
+    assert_equal_runs(shot, gang, kills=0)
+    of_all, of_lane, most = (
+        max(event["optimizer_bytes"] for event in one.named("weights")) for one in (alone, gang, shot)
+    )
+    besides = 2 * of_lane - of_all  # half of the experts are on each of the lanes
+    assert most <= 1.05 * 2 / 3 * (of_lane - besides / 2)
+
+
 @pytest.mark.parametrize(
     "more", ["", ";rank=2,step=-1,at=transfer,generation=3", ";rank=4,step=-1,at=transfer,incarnation=1"]
 )

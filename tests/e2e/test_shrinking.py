@@ -191,6 +191,7 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
     [
         "",
         SLICES,
+        f"{SLICES} {HASHED}",
         f"--hidden-dropout 0.1 --attention-dropout 0.1 {HASHED}",
         "--moe-token-dispatcher-type allgather",
         "--moe-expert-capacity-factor 1.25",
@@ -200,7 +201,7 @@ def test_four_ranks_are_two(jobs, undisturbed, name, cells):
 def test_four_ranks_of_a_gang_are_three(jobs, undisturbed, name, flags):
     """As these do not divide the four microbatches, two of them have none in every other turn."""
     job = f"{UNEVEN} {flags.replace(SLICES, '')} --train-iters 40".replace("  ", " ")
-    flags = f"{job} {SLICES if flags == SLICES else ''} {SPENT} {lost(5, 1)}".replace("  ", " ")
+    flags = f"{job} {SLICES if SLICES in flags else ''} {SPENT} {lost(5, 1)}".replace("  ", " ")
     shot = jobs.run(name, ranks=8, stages=1, flags=flags, timeout_s=200.0)
     assert_equal_runs(shot, undisturbed(job, ranks=4), kills=2)
     assert [event["ranks"] for event in shot.named("cell_shrinks")] == [[4, 5, 6]]

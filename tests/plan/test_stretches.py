@@ -15,15 +15,31 @@ from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.placing.groups import ranks_of_holders
 from odyssey_megatron.plan.placing.memory import per_rank, state_bytes
 from odyssey_megatron.plan.placing.slices import EVERYTHING, WHOLE, elements
-from odyssey_megatron.plan.placing.stretches import Seats, Stretches, in_stretch, kept_by
+from odyssey_megatron.plan.placing.stretches import (
+    DENSE,
+    EXPERTS,
+    Seats,
+    Stretches,
+    exchanged,
+    in_stretch,
+    is_everything,
+    kept_by,
+    of_kind,
+)
 from tests.plan.samples import uniform_costs
 
 SHAPES = [
     {"tensor": 1, "context": 2},
     {"tensor": 2, "context": 4},
+    {"tensor": 1, "expert": 2},
     {"tensor": 1, "context": 4, "expert": 2},
     {"tensor": 1, "context": 8, "expert": 2},
-    {"tensor": 2, "context": 1, "expert": 4},
+    {"tensor": 1, "context": 2, "expert": 4},
+    {"tensor": 2, "context": 1, "expert": 4, "expert_tensor": 1},
+    {"tensor": 4, "context": 1, "expert": 2, "expert_tensor": 1},
+    {"tensor": 2, "context": 1, "expert": 3, "expert_tensor": 1},
+    {"tensor": 2, "context": 1, "expert": 4, "experts": 12},
+    {"tensor": 1, "context": 1, "expert": 5, "experts": 10},
 ]
 
 
@@ -36,8 +52,10 @@ def layout_of(workers, copies=2):
 def jobs():
     for sizes in SHAPES:
         whole = Cell.of(0, **sizes)
-        for each in whole.divisions(tensor=True):
-            yield pytest.param(whole, {} if each == 1 else {1: whole.size // each}, id=f"{sizes}-{each}")
+        smaller = {whole.size // each for each in whole.divisions(tensor=True)} | {*whole.uneven_sizes}
+        for size in sorted(smaller):
+            shapes = {} if size == whole.size else {1: size}
+            yield pytest.param(whole.among(shapes), shapes, id=f"{sizes}-{size}")
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
@@ -48,34 +66,69 @@ def test_each_number_is_kept_twice_and_in_different_cells(whole, shapes, workers
     (block,) = layout.blocks()
     for worker in range(workers):
         for cell in Cells(whole, shapes).ranks_of(worker):
-            spans = kept_by(cell, layout, worker)[1]
-            assert sum(stop - start for start, stop in spans) >= len(cell.parts.held_alike) * (
-                2 * WHOLE // workers // whole.parts.alike - 2 * workers
-            )
-            for part in cell.parts.held:
-                count = having.setdefault(part, {})
-                for span in spans:
-                    for number in range(*elements(span, numel)):
-                        count.setdefault(number, Counter())[worker] += 1
-            parts = cell.parts.count
-            ranks = ranks_of_holders(block, Cells(cell, shapes), parts)
-            seats, own = Seats.of(ranks, whole.parts.alike), Stretches.of(cell, layout)
-            group = [
-                rank
-                for one in range(workers)
-                for rank in Cells(cell, shapes).having(one, own_part(cell), parts)
-            ]
-            seat = [at for at, size in enumerate(seats.ranks) for _ in range(size)][group.index(cell.rank)]
-            assert seats.kept()[seat] == (worker, own)
-            assert {seats.keeping(worker, one) for one in own.own} == {seat}
-    assert len(having) == whole.parts.count
+            spans, own = kept_by(cell, layout, worker)[1], Stretches.of(cell, layout)
+            for number, kind in enumerate(own.kinds):
+                shares = [(low - kind.all[0], high - kind.all[0]) for low, high in spans]
+                shares = [one for one in shares if one in within_whole(shares)]
+                for part in cell.parts.own(kind.parts):
+                    count = having.setdefault((number, part), {})
+                    for span in shares:
+                        for one in range(*elements(span, numel)):
+                            count.setdefault(one, Counter())[worker] += 1
+                cells, part = Cells(cell, shapes), cell.parts.own(kind.parts)[0]
+                seats = Seats(ranks_of_holders(block, cells, kind.parts), kind.stretches)
+                group = [rank for one in range(workers) for rank in cells.having(one, part, kind.parts)]
+                seat = group.index(cell.rank)
+                assert seats.kept()[seat] == (worker, kind.own)
+                assert {seats.keeping(worker, one) for one in kind.own} == {seat}
+    assert len(having) == sum(kind.parts for kind in own.kinds)
     for count in having.values():
         assert sorted(count) == [*range(numel)]
         assert all(len(one) == 2 and {*one.values()} == {1} for one in count.values())
 
 
-def own_part(cell):
-    return cell.parts.own(cell.parts.count)[0]
+def within_whole(spans):
+    return [one for one in spans if one[0] >= 0 and one[1] <= WHOLE]
+
+
+@pytest.mark.parametrize("size", [4, 2, 3, 1])
+@pytest.mark.parametrize("other", [4, 2, 3, 1])
+def test_ranks_of_any_gang_are_sent_what_they_are_to_keep(size, other):
+    """From those of any other gang; and each of them once, by ranks that it exchanges something with anyway."""
+    shapes = {worker: one for worker, one in ((0, size), (1, other)) if one < 4}
+    whole, span = Cell.of(0, tensor=1, expert=4, experts=8).among(shapes), (WHOLE // 3, WHOLE)
+    for target in Cells(whole, shapes).ranks_of(1):
+        sources, came = Cells(target, shapes).counterparts(0), []
+        for source in sources:
+            given = exchanged(source, target, span, sends=True)
+            taken = exchanged(source, target, span, sends=False)
+            assert [one[1:] for one in given] == [one[1:] for one in taken]
+            for kind in Stretches.of_cell(target).kinds:
+                of_kind = [one for one in taken if kind.all[0] <= one.span[0] < kind.all[1]]
+                came += [(cell_part(target, kind, one), one.span) for one in of_kind]
+        wanted = [
+            ((kind.parts, part), one)
+            for kind in Stretches.of_cell(target).kinds
+            for one in kind.each([span])
+            for part in target.parts.own(kind.parts)
+        ]
+        assert sorted(came) == sorted(wanted)
+
+
+def cell_part(cell, kind, piece):
+    return kind.parts, cell.parts.own(kind.parts)[piece.number]
+
+
+@pytest.mark.parametrize(("expert", "size", "most"), [(8, 8, 1), (8, 4, 2), (8, 7, 2), (8, 5, 2), (8, 3, 3)])
+def test_a_rank_of_a_gang_keeps_its_lanes_stretches_and_its_own_experts(expert, size, most):
+    """A share of everything but experts, which lanes have alike; and of each expert that it has all slices."""
+    whole = Cell.of(0, tensor=1, expert=expert, experts=16)
+    shapes = {} if size == expert else {0: size}
+    kept = [kept_by(cell, layout_of(4), 0)[1] for cell in Cells(whole.among(shapes), shapes).ranks_of(0)]
+    dense = [sum(high - low for low, high in spans if low < DENSE[1]) for spans in kept]
+    assert max(dense) == most * WHOLE // 2 // expert
+    assert sum(dense) == WHOLE // 2
+    assert {sum(high - low for low, high in spans if low >= EXPERTS[0]) for spans in kept} == {WHOLE // 2}
 
 
 def test_stretches_of_many_slices_stay_side_by_side():
@@ -87,11 +140,43 @@ def test_stretches_of_many_slices_stay_side_by_side():
 
 
 def test_a_rank_that_shares_with_nobody_has_all_of_it_in_one():
-    assert Stretches(2, range(2)).spans([EVERYTHING]) == (EVERYTHING,)
-    assert Stretches(2, range(2)).apart((EVERYTHING,)) == ((0, WHOLE // 2), (WHOLE // 2, WHOLE))
-    assert Stretches(1, range(1)).spans([(0, 3), (3, 6)]) == ((0, 3), (3, 6))
-    layout = replace(layout_of(2), keepers=(), copies=0)
-    assert Stretches.of(Cell.of(1, tensor=1, context=2), layout) == Stretches(1, range(1))
+    layout = layout_of(2)
+    whole = Cell.of(0, tensor=1, context=2)
+    half = Stretches.of(whole.smaller(1), layout)
+    assert half.spans([EVERYTHING]) == (EVERYTHING,)
+    assert half.apart((EVERYTHING,)) == ((0, WHOLE // 2), (WHOLE // 2, WHOLE))
+    alone = Stretches.of(Cell.of(0, tensor=1), layout)
+    assert alone.spans([(0, 3), (3, 6)]) == ((0, 3), (3, 6))
+    gang = Stretches.of(Cell.of(1, tensor=1, expert=2), layout)
+    assert gang.spans([EVERYTHING]) == ((DENSE[0] + WHOLE // 2, DENSE[1]), EXPERTS)
+    assert not is_everything(gang.spans([EVERYTHING]))
+    of_one = Stretches.of(Cell.of(0, tensor=1, expert=2).smaller(1), layout).spans([EVERYTHING])
+    assert of_one == (DENSE, EXPERTS)
+    assert is_everything(of_one)
+    uncut = replace(layout, keepers=(), copies=0)
+    for cell in (whole, Cell.of(1, tensor=1, expert=2)):
+        assert Stretches.of(cell, uncut).spans([EVERYTHING]) == (EVERYTHING,)
+
+
+def test_spans_of_one_kind_are_nothing_of_the_other():
+    assert of_kind((3, 9), spread=False) == of_kind((3, 9), spread=True) == (3, 9)
+    assert of_kind((DENSE[0] + 3, DENSE[1]), spread=False) == (3, WHOLE)
+    assert of_kind(EXPERTS, spread=True) == EVERYTHING
+    assert of_kind(DENSE, spread=True) is of_kind(EXPERTS, spread=False) is None
+
+
+def test_plans_count_experts_apart():
+    """A gang of 4: a quarter of what its lanes have alike, and all of the experts of one."""
+    costs = uniform_costs(1, ends=True)
+    costs = costs.with_layers(
+        replace(one, weight_bytes=40, expert_bytes=30, optimizer_bytes=400, state_bytes=440)
+        for one in costs.layers
+    )
+    cut = costs.with_stretches(4)
+    assert {one.optimizer_bytes for one in cut.layers} == {300 + 100 // 4}
+    assert {*cut.moved_bytes} == {330 + 28}
+    assert cut.with_stretches(1) == costs
+    assert {one.optimizer_bytes for one in costs.with_stretches(4, 2).layers} == {150 + 25}
 
 
 def test_plans_count_with_them_and_half_a_cell_has_as_much_on_fewer_ranks():

@@ -73,7 +73,7 @@ def give_weights(groups: GroupSet, rank: int, mine: torch.Tensor) -> None:
         layout.blocks(),
         cell=Cell(rank=rank),
         world=groups["world"],
-        holders_of=lambda first, last, slot: (groups["world"], (1, 1, 1)),
+        holders_of=lambda first, last, part, parts: (groups["world"], (1, 1, 1)),
         weights_of=lambda layer, part, spans: {
             "weight": mine[layer][slice(*elements(spans[0], mine.shape[1]))]
         },

@@ -15,7 +15,7 @@ from odyssey_megatron.errors import TransferIncomplete
 from odyssey_megatron.execute.scatter import Slices
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.slices import Span, elements, without
-from odyssey_megatron.plan.placing.stretches import in_stretch, kept_by, stretches
+from odyssey_megatron.plan.placing.stretches import Stretches, kept_by, of_kind
 from odyssey_megatron.rebuild.manifest import Tensors
 from tests.execute.alone import apply_step
 from tests.execute.held import Outcome, State
@@ -55,8 +55,13 @@ class Sliced(Stack):
                     momentum.zero_()
                 self.states[layer] = [made] if made else []
 
+    def _named(self, layer: int, part: int, span: Span) -> list[str]:
+        """The pieces of ``part`` that ``span`` has anything of."""
+        return [name for name in self._of_part(layer, part) if _of(name, span) is not None]
+
     def _within(self, name: str, span: Span) -> slice:
-        return slice(*elements(span, math.prod(self._shape(name))))
+        own = _of(name, span)
+        return slice(*elements(own or (0, 0), math.prod(self._shape(name))))
 
     def _room(self, name: str, span: Span) -> torch.Tensor:
         here = self._within(name, span)
@@ -75,8 +80,8 @@ class Sliced(Stack):
         pieces = self._incoming[layer] if layer in self._incoming else self.held[layer]
         return {
             f"{name} {span}": pieces[name][0].data.view(-1)[self._within(name, span)]
-            for name in self._of_part(layer, part)
             for span in spans
+            for name in self._named(layer, part, span)
         }
 
     def expect(self, kept: Mapping[int, tuple[Span, ...]]) -> None:
@@ -93,17 +98,20 @@ class Sliced(Stack):
                         self._copy(pieces, span, made, wanted)
                 lacking = [*without(lacking, sorted(state))]
             self._arriving[layer] = made
-            self._lacking |= {(layer, name): lacking for name in self._names(layer)}
+            self._lacking |= {
+                (layer, name): [span for span in lacking if _of(name, span) is not None]
+                for name in self._names(layer)
+            }
 
     def tensors_to_send(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
         state = next(one for one in self.states[layer] if not [*without([span], sorted(one))])
-        momenta = {name: self._room(name, span) for name in self._of_part(layer, part)}
+        momenta = {name: self._room(name, span) for name in self._named(layer, part, span)}
         for one, pieces in state.items():
             self._copy({name: pieces[name] for name in momenta}, one, {span: momenta}, span)
         return self._moved(layer, part, span, momenta)
 
     def tensors_to_fill(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
-        rooms = {name: self._room(name, span) for name in self._of_part(layer, part)}
+        rooms = {name: self._room(name, span) for name in self._named(layer, part, span)}
         return self._moved(layer, part, span, rooms)
 
     def _moved(
@@ -112,7 +120,7 @@ class Sliced(Stack):
         return self.weights_of(layer, part, [span]) | {f"{name}.m": one for name, one in momenta.items()}
 
     def filled(self, layer: int, part: int, span: Span, sent: Tensors) -> None:
-        names = self._of_part(layer, part)
+        names = self._named(layer, part, span)
         self._copy({name: sent[f"{name}.m"] for name in names}, span, self._arriving[layer], span)
         for name in names:
             self._lacking[layer, name] = [*without(self._lacking[layer, name], [span])]
@@ -150,17 +158,14 @@ class Sliced(Stack):
 
     def _slices(self, first: int, last: int, name: str) -> list[Slices]:
         holders, states = self._layout.all_holders[first], self._layout.states
-        count, every = stretches(self._cell, self._layout), [states[layer] for layer in range(first, last)]
+        kind = Stretches.of(self._cell, self._layout).kinds[-1 if name[0] == "e" else 0]
+        count, every = kind.stretches, [states[layer] for layer in range(first, last)]
         if count == 1 and all(len(one.owners) == len(holders) for found in every for one in found):
             return []
         return [
             Slices(
                 tuple(map(holders.index, one.owners)),
-                [
-                    self._gradients[layer, name].view(-1)[
-                        self._within(name, in_stretch(one.span, stretch, count))
-                    ]
-                ]
+                [self._gradients[layer, name].view(-1)[self._within(name, kind.cut(one.span, stretch))]]
                 if (layer, name) in self._gradients
                 else [],
                 stretch,
@@ -198,3 +203,8 @@ class Sliced(Stack):
                 rooms[name][here.start - at : here.stop - at].copy_(
                     numbers[here.start - begins : here.stop - begins]
                 )
+
+
+def _of(name: str, span: Span) -> Span | None:
+    """What ``span`` has of a piece of that ``name``, an expert's or another."""
+    return of_kind(span, spread=name[0] == "e")

@@ -29,7 +29,6 @@ from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.layers import LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, count_steps, pairs, settings_of, take_over
-from odyssey_megatron.plan.placing.slices import EVERYTHING
 from odyssey_megatron.upstream import compat
 
 
@@ -270,9 +269,7 @@ class OptimizerView:
         whole_here = [
             layer.optimizer
             for layer in self._model.holdings.layers
-            if layer.optimizer is not None
-            and layer.optimizer.spans == (EVERYTHING,)
-            and layer.index not in brought_together
+            if layer.optimizer is not None and layer.optimizer.is_all and layer.index not in brought_together
         ]
         kept = [*whole_here, *brought_together.values()]
         chunks = [block.model for block in self._model.holdings.chunks] or [

@@ -170,13 +170,12 @@ def _times(parameter: torch.Tensor, cell: Cell, *, cut: bool = False) -> int | N
     counts (megatron core_v0.16.1 tensor_parallel/layers.py, ``param_is_not_tensor_parallel_duplicate``), None if
     another rank has the same gradient sums. What is marked as cut is counted by each rank of a whole cell.
 
-    ``cut``: ranks that have the same part of every layer share out the sums (``plan/placing/stretches.py``).
+    ``cut``: ranks that have the same share out the sums (``plan/placing/stretches.py``).
     """
     spread = experts.is_spread(parameter)
-    index = cell.index % math.lcm(cell.tensor, cell.expert_parts) if cut else cell.index
-    if index >= (cell.expert_parts if spread else cell.tensor):
+    if not cut and cell.index >= (cell.expert_parts if spread else cell.tensor):
         return None
-    is_first = index % ((cell.expert_tensor or cell.tensor) if spread else cell.tensor) == 0
+    is_first = cell.index % ((cell.expert_tensor or cell.tensor) if spread else cell.tensor) == 0
     if is_duplicated(parameter):
         return cell.tensor_each
     return int(is_first or getattr(parameter, "tensor_model_parallel", False))

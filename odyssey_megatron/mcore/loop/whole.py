@@ -14,13 +14,13 @@ import torch.distributed as dist
 from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.plan.placing.slices import EVERYTHING, Slice, Span, firsts, kept
-from odyssey_megatron.plan.placing.stretches import Seats, stretches
-from odyssey_megatron.rebuild.transfer import packed, places, unpack
+from odyssey_megatron.plan.placing.stretches import Kind, Seats, Stretches
+from odyssey_megatron.rebuild.transfer import packed, unpack
 
-HoldersOf = Callable[[int, int, int], tuple[dist.ProcessGroup | None, Sequence[int]]]
-"""Maps the first layer of a block, its last + 1, and a ``Parts.slot`` of this rank to the group of the block's holders,
-with all ranks of each holder that have the same part, and the number of these ranks for each holder. None: this rank
-alone has the part.
+HoldersOf = Callable[[int, int, int, int], tuple[dist.ProcessGroup | None, Sequence[int]]]
+"""Maps the first layer of a block, its last + 1, a part that this rank has, and the number of parts to the group of the
+block's holders, with all ranks of each holder that have the part, and the number of these ranks for each holder. None:
+this rank alone has the part.
 """
 
 
@@ -30,7 +30,9 @@ class _Part(NamedTuple):
     layer: int
     number: int
     """Position of the part among those of this rank."""
-    group: dist.ProcessGroup
+    kind: Kind
+    """What of the part it is."""
+    group: dist.ProcessGroup | None
     seats: Seats
     """Those of the ranks in the group."""
     holders: tuple[int, ...]
@@ -40,19 +42,23 @@ class _Part(NamedTuple):
     @property
     def root(self) -> int:
         """The rank in the group that gathers the part: the speaker's first."""
-        return sum(self.seats.ranks[: self.seats.keeping(self.holders.index(self.speaker), 0)])
+        return self.seats.keeping(self.holders.index(self.speaker), 0)
 
     def spans(self, of_workers: Mapping[int, Sequence[Span]]) -> list[tuple[Span, ...]]:
         """What each rank of the group has of the spans of its worker."""
-        kept = self.seats.kept()
         return [
-            kept[seat][1].each(of_workers.get(self.holders[kept[seat][0]], ()))
-            for seat, _ in places(self.seats.ranks)
+            self.kind.each(of_workers.get(self.holders[holder], ()), keeps)
+            for holder, keeps in self.seats.kept()
         ]
 
     @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.group.rank() if self.group is not None else 0
+
+    @property
     def is_here(self) -> bool:
-        return self.group.rank() == self.root
+        return self.rank == self.root
 
 
 class WholeLayers:
@@ -64,17 +70,25 @@ class WholeLayers:
     def _parts(self) -> Iterator[_Part]:
         place, states = self._holdings.place, self._holdings.place.layout.states
         cell, layout = place.cell, place.layout
-        count = stretches(cell, layout)
+        own = Stretches.of(cell, layout)
+        parts = [
+            (number, part, kind)
+            for kind in own.kinds
+            for number, part in enumerate(cell.parts.own(kind.parts))
+        ]
         for block in layout.blocks() if layout.keepers else ():
             for layer in range(block.first, block.last) if place.worker in block.holders else ():
-                if count == 1 and not is_cut(states[layer]):
+                if not own.shares_out and not is_cut(states[layer]):
                     continue
-                speaker = layout.speaker(layer)
-                for number, part in enumerate(cell.parts.held):
-                    group, ranks = self._holders_of(block.first, block.last, cell.parts.slot(part))
-                    if group is not None:
-                        seats = Seats.of(ranks, count)
-                        yield _Part(layer, number, group, seats, block.holders, speaker, states[layer])
+                speaker, found = layout.speaker(layer), list[_Part]()
+                for number, part, kind in parts:
+                    group, ranks = self._holders_of(block.first, block.last, part, kind.parts)
+                    seats = Seats(ranks, kind.stretches)
+                    found.append(
+                        _Part(layer, number, kind, group, seats, block.holders, speaker, states[layer])
+                    )
+                if any(one.group is not None for one in found):  # else all of it is here
+                    yield from found
 
     def new(self) -> dict[int, LayerOptimizer]:
         """Optimizers with unused state for the layers that are gathered here, by layer."""
@@ -91,9 +105,12 @@ class WholeLayers:
         made, own = self.new(), {one.index: one.optimizer for one in self._holdings.layers}
         for one in self._parts():
             spans = one.spans(firsts(one.slices))
-            flat = _padded(own[one.layer], one, spans[one.group.rank()])
+            flat = _padded(own[one.layer], one, spans[one.rank])
             rooms = [torch.empty_like(flat) for _ in spans] if one.is_here else None
-            dist.gather(flat, rooms, group=one.group, group_dst=one.root)
+            if one.group is not None:
+                dist.gather(flat, rooms, group=one.group, group_dst=one.root)
+            else:
+                rooms = [flat]
             for theirs, room in zip(spans, rooms or (), strict=False):
                 _fill(made[one.layer], one.number, theirs, room)
         return made
@@ -104,21 +121,26 @@ class WholeLayers:
         own = {one.index: one.optimizer for one in self._holdings.layers}
         for one in self._parts():
             mine, spans, rooms = own[one.layer], one.spans(kept(one.slices)), None
-            flat = _padded(mine, one, spans[one.group.rank()])
+            flat = _padded(mine, one, spans[one.rank])
             if one.is_here:
                 rooms = [torch.zeros_like(flat) for _ in spans]
                 for theirs, room in zip(spans, rooms, strict=True):
                     sent = _bytes(made[one.layer], one.number, theirs)
                     room[: sent.numel()] = sent
-            dist.scatter(flat, rooms, group=one.group, group_src=one.root)
+            if one.group is not None:
+                dist.scatter(flat, rooms, group=one.group, group_src=one.root)
+            elif rooms:
+                (flat,) = rooms
             if mine is not None:
-                _fill(mine, one.number, spans[one.group.rank()], flat)
+                _fill(mine, one.number, spans[one.rank], flat)
                 mine.take_over()
 
 
 def _padded(own: LayerOptimizer | None, one: _Part, mine: Sequence[Span]) -> torch.Tensor:
     """This rank's bytes of its spans ``mine``, padded with zeros to the length of the longest: 1-D, uint8."""
     flat = _bytes(own, one.number, mine if own is not None else ())
+    if one.group is None:
+        return flat
     length = torch.tensor(flat.numel(), device=flat.device)
     dist.all_reduce(length, op=dist.ReduceOp.MAX, group=one.group)
     return torch.cat([flat, flat.new_zeros(int(length) - flat.numel())])

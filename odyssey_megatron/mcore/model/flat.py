@@ -12,6 +12,7 @@ import torch
 from odyssey_megatron.cluster.shapes import Each
 from odyssey_megatron.mcore.model.experts import in_whole, is_spread, of_all_in_whole, of_one_rank
 from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, elements
+from odyssey_megatron.plan.placing.stretches import of_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,15 @@ def ranges(layer: Any, each: Each, spans: Iterable[Span], part: int | None = Non
 
     Args:
         each: how much of the layer this rank has.
-        spans: spans of each flat sequence.
+        spans: spans of both flat sequences, or of one (``plan/placing/stretches.py``).
         part: yield only what the part of this number has; None: all parts.
     """
     spans = list(spans)
-    for kinds, begins in _rows(layer, each):
+    for spread, (kinds, begins) in enumerate(_rows(layer, each)):
         for span in spans:
-            low, high = elements(span, begins[-1])
+            if (own := of_kind(span, spread=bool(spread))) is None:
+                continue
+            low, high = elements(own, begins[-1])
             at = bisect_right(begins, low) - 1
             while at < len(kinds) and begins[at] < high:
                 start, stop = max(low, begins[at]), min(high, begins[at + 1])

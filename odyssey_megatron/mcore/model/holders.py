@@ -21,7 +21,7 @@ from odyssey_megatron.mcore.model.parts import Parts
 from odyssey_megatron.names import layer_name
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.slices import Span, kept
-from odyssey_megatron.plan.placing.stretches import Stretches
+from odyssey_megatron.plan.placing.stretches import DENSE, Stretches
 
 Digests = Mapping[tuple[int, Span | None], bytes]
 """(layer, span of its optimizer state, or None for its weights) -> the digest."""
@@ -68,19 +68,20 @@ def digests(
     layers: Iterable[HeldLayer], parts: Parts, own: Stretches
 ) -> list[dict[tuple[int, Span | None], bytes]]:
     """For each of ``parts``, the digests of the weights of each layer and of the optimizer state that is kept here, in
-    spans that other ranks may keep, too.
+    spans that other ranks may keep, too. At the end those of a gang's optimizer state besides experts: ranks that have
+    the same of it may have no part in common.
     """
-    found: list[dict[tuple[int, Span | None], bytes]] = [{} for _ in parts]
+    *found, all_but = [dict[tuple[int, Span | None], bytes]() for _ in (*parts, None)]
     for layer in layers:
         for part, result in zip(parts, found, strict=True):
             result[layer.index, None] = digest(parts.of(layer, layer.weights(), part).values())
         if layer.optimizer is not None:
             with layer.optimizer.at_hand():
                 for span in own.apart(layer.optimizer.spans):
-                    for part, result in zip(parts, found, strict=True):
-                        numbers = layer.optimizer.numbers(parts.number(part), span)
-                        result[layer.index, span] = digest(numbers.values())
-    return found
+                    is_dense = DENSE[0] <= span[0] < DENSE[1]
+                    for number, result in enumerate([all_but] if is_dense else found):
+                        result[layer.index, span] = digest(layer.optimizer.numbers(number, span).values())
+    return [*found, all_but]
 
 
 def odd_ones(
@@ -90,18 +91,18 @@ def odd_ones(
     rank: int,
     cell_size: int,
     layout: Layout,
-    stretches: int = 1,
+    stretches: Stretches,
 ) -> dict[int, str]:
     """Worker -> how its state differs from the other holders'; empty if all holders of each layer have the same.
 
     Collective over ``group``, all ranks of the job.
 
     Args:
-        mine: this rank's digests, by the number of the part of its layers: ranks with the same tensor-parallel rank
-            have the same part, and a rank of a smaller cell has several.
+        mine: this rank's digests, by the number of what they are of: ranks with the same of it have the same number,
+            and a rank of a smaller cell has several parts.
         rank: this rank's number in the job.
         cell_size: number of ranks of a whole worker.
-        stretches: number of those of each layer (``plan/placing/stretches.py``).
+        stretches: those of this rank; other ranks may have others of as many.
 
     Raises:
         HoldersDiffer: on every rank alike, if it is unclear who is right.
@@ -111,7 +112,7 @@ def odd_ones(
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     # For each layer a column for its weights, and one for each slice that a worker may keep; the layout says which
     # slices they are.
-    width = 1 + max(layout.copies, 1) * stretches
+    width = 1 + max(layout.copies, 1) * stretches.most
     table = torch.full((int(most), 2 + len(layout.all_holders) * width), NOTHING, dtype=torch.int64)
     own = _kinds(layout, rank // cell_size, stretches)
     for row, (part, digests_of_it) in zip(table, mine.items(), strict=False):
@@ -130,7 +131,7 @@ def odd_ones(
         }
         rows.append((number, part, places))
     found = differences(rows)
-    odd = decided(found, layout, cell_size, shares=stretches > 1)
+    odd = decided(found, layout, cell_size, shares=stretches.shares_out)
     if odd is None:
         said = [one.said(num_layers) for one in found]
         raise HoldersDiffer(
@@ -141,10 +142,9 @@ def odd_ones(
     return odd
 
 
-def _kinds(layout: Layout, worker: int, stretches: int) -> list[list[Span | None]]:
+def _kinds(layout: Layout, worker: int, stretches: Stretches) -> list[list[Span | None]]:
     """For each layer, what ranks of ``worker`` may have of it: the weights (None), and the spans of optimizer state."""
-    every = Stretches(stretches, range(stretches))
-    return [[None, *every.each(kept(found).get(worker, ()))] for found in layout.states]
+    return [[None, *stretches.every(kept(found).get(worker, ()))] for found in layout.states]
 
 
 def differences(rows: Iterable[Row]) -> list[Difference]:

@@ -181,9 +181,8 @@ class Holdings:
         on all holders.
         """
         found = {}
-        for shard, of_part in zip(
-            self.place.shards, digests(self._current(), self.parts, self.stretches), strict=True
-        ):
+        place, every = self.place, digests(self._current(), self.parts, self.stretches)
+        for shard, of_part in zip((*place.shards, place.shard), every, strict=True):
             for (layer, span), value in of_part.items():
                 kind = "" if span is None else ".optimizer"
                 kind += f":{span[0]}-{span[1]}" if span not in (None, EVERYTHING) else ""
@@ -196,14 +195,16 @@ class Holdings:
         Collective. ``rank`` is this rank's number in the job. Raises HoldersDiffer, on all ranks alike, if it is
         unclear who is right.
         """
-        held = dict(zip(self.parts, digests(self._current(), self.parts, self.stretches), strict=True))
+        parts = self.cell.parts
+        numbers = (*self.parts, parts.count + self.cell.held_shards[0])
+        every = digests(self._current(), self.parts, self.stretches)
         return odd_ones(
-            held,
+            dict(zip(numbers, every, strict=True)),
             world,
             rank=rank,
             cell_size=self.cell.full,
             layout=self.layout,
-            stretches=self.stretches.count,
+            stretches=self.stretches,
         )
 
     def moved_bytes(self, layer: int) -> int:

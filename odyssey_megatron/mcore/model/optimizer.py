@@ -23,6 +23,7 @@ from odyssey_megatron.mcore.model.experts import is_spread, of_one_rank
 from odyssey_megatron.mcore.model.flat import Range, ranges
 from odyssey_megatron.mcore.model.parking import Parking
 from odyssey_megatron.plan.placing.slices import EVERYTHING, Span
+from odyssey_megatron.plan.placing.stretches import is_everything
 from odyssey_megatron.rebuild.world import alone
 from odyssey_megatron.upstream import compat
 
@@ -117,7 +118,8 @@ class LayerOptimizer:
         """
         self.spans, self._module = spans, module
         self._kept: dict[str, list[_Kept]] = defaultdict(list)
-        is_all = spans == (EVERYTHING,)
+        self.is_all = is_all = is_everything(spans)
+        """Whether all state of what this rank has of the layer is kept."""
         of_each: dict[str, list[Range]] = defaultdict(list)
         for one in ranges(module, self._each, spans):
             of_each[one.name].append(one)

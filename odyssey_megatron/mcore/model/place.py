@@ -44,6 +44,11 @@ class Place:
         kind = "part" if self.cell.full_expert > 1 else "tp" if parts.count > 1 else ""
         return tuple(f"{kind}{part}" if kind else "" for part in parts.held)
 
+    @property
+    def shard(self) -> str:
+        """The name of what this rank has in a gang besides experts; empty: all that a layer has besides them."""
+        return f"tp{self.cell.held_shards[0]}" if self.cell.full_tensor > 1 else ""
+
     def _of_run(self, run: int) -> str:
         """The name of the part with a run of experts: that of the part of a whole gang that it is in, and where."""
         whole, offset = divmod(self.cell.runs[run], self.cell.experts // self.cell.full_expert)

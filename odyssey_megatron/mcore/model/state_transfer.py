@@ -17,7 +17,7 @@ from odyssey_megatron.mcore.model.optimizer import LayerOptimizer
 from odyssey_megatron.mcore.model.parts import Tensors
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, within, without
-from odyssey_megatron.plan.placing.stretches import kept_by
+from odyssey_megatron.plan.placing.stretches import kept_by, of_kind
 
 
 class StateTransfer:
@@ -46,8 +46,9 @@ class StateTransfer:
         found = {
             one.text: one.of_part(one.parameter, number) for one in ranges(held, parts.each, spans, number)
         }
-        # These buffers are not parameters, and no optimizer has them.
-        return found | (experts.biases(held) if any(span[0] == 0 for span in spans) else {})
+        # These buffers are not parameters, and no optimizer has them. All ranks have them alike.
+        own = [of_kind(span, spread=False) for span in spans]
+        return found | (experts.biases(held) if any(one and one[0] == 0 for one in own) else {})
 
     def weights_arrived(self, layer: int, part: int, spans: Sequence[Span], weights: Tensors) -> None:
         """Take over ``weights``, tensors from :meth:`weights_of` into which others have been received."""

@@ -13,7 +13,7 @@ from odyssey_megatron.mcore.model.experts import home_of_all, is_spread
 from odyssey_megatron.mcore.model.flat import Cut, Range, ranges
 from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.layers import LayerBlock, main_grad
-from odyssey_megatron.plan.placing.stretches import in_stretch, stretches
+from odyssey_megatron.plan.placing.stretches import Stretches
 
 
 class Sums:
@@ -110,17 +110,17 @@ class Sums:
         """Who needs which slices of the gradients; empty where every holder of these layers needs all sums."""
         layout, parts = self._holdings.layout, self._holdings.parts
         holders, states = layout.all_holders[first], layout.states
-        count, each = stretches(self._holdings.cell, layout), [states[layer] for layer in range(first, last)]
+        kind = Stretches.of(self._holdings.cell, layout).kinds[-1 if spread else 0]
+        count, each = kind.stretches, [states[layer] for layer in range(first, last)]
         if count == 1 and all(len(one.owners) == len(holders) for of_layer in each for one in of_layer):
             return []
         found, number = [], parts.number(part) if spread else None
         for layer in block.inside(first, last):
             for of_layer, owners in states[layer.index]:
                 for stretch in range(count):
-                    span = in_stretch(of_layer, stretch, count)
                     own = [
                         self._numbers(one, first, last, part, spread=spread)
-                        for one in ranges(layer, parts.each, [span], number)
+                        for one in ranges(layer, parts.each, [kind.cut(of_layer, stretch)], number)
                         if is_spread(one.parameter) == spread
                     ]
                     found.append(Slices(tuple(map(holders.index, owners)), own, stretch, count))

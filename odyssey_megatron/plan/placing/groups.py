@@ -151,7 +151,7 @@ def groups_of_block(block: Block, cells: Cells) -> dict[str, tuple[int, ...]]:
     """Return the groups in which the rank of ``cells.cell``, whose worker holds ``block``, sums its gradients."""
     # There is one sum over all ranks that have the same part, so that all of them get the same bytes.
     groups, cell = {}, cells.cell
-    for parts in {cell.full_tensor, cell.parts.of_experts, cell.parts.count}:
+    for parts in {cell.full_tensor, cell.parts.of_experts}:
         for part in cell.parts.own(parts):
             ranks = tuple(rank for one in block.holders for rank in cells.having(one, part, parts))
             if len(ranks) > 1:

@@ -151,12 +151,9 @@ def transfer_s(transfers: Sequence[Transfer], costs: Costs) -> float:
     A worker sends one transfer at a time, and receives one at a time meanwhile.
     """
     sent, received = defaultdict[int, float](float), defaultdict[int, float](float)
-    sizes = [one.state_bytes for one in costs.all_layers]
+    sizes = costs.moved_bytes
     for layer, source, target, span in transfers:
-        # Each rank moves a stretch.
-        seconds = (
-            costs.link_latency_s + bytes_of(span, sizes[layer]) / costs.stretches / costs.link_bytes_per_s
-        )
+        seconds = costs.link_latency_s + bytes_of(span, sizes[layer]) / costs.link_bytes_per_s
         sent[source] += seconds
         received[target] += seconds
     return max((*sent.values(), *received.values()), default=0.0)

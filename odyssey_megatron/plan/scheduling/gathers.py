@@ -18,15 +18,29 @@ def gather_order(buckets: Iterable[Block], num_layers: int) -> list[Block]:
     return sorted(buckets, key=lambda one: (one.first < num_layers, one.first))
 
 
-def gather_s(costs: Costs, first: int, last: int, holders: int) -> float:
-    """Return the time of a ring all-gather of a bucket's weights by k ``holders``, or ranks of theirs.
+def gather_s(costs: Costs, first: int, last: int, holders: int, copies: int = 1) -> float:
+    """Return the time in which ``holders`` gather a bucket's weights, of which ``copies`` step each number.
+
+    0.0 if each holder steps all. Those ranks of theirs gather that have the same; of experts that are spread over ranks
+    these are others than of the rest.
+    """
+    of_experts = costs.spans.expert_bytes(first, last)
+    rest = costs.spans.weight_bytes(first, last) - of_experts
+    seconds = _ring_s(costs, rest, holders, copies, costs.stretches)
+    return seconds + (
+        _ring_s(costs, of_experts, holders, copies, costs.expert_stretches) if of_experts else 0.0
+    )
+
+
+def _ring_s(costs: Costs, size: int, holders: int, copies: int, stretches: int) -> float:
+    """Return the time of a ring all-gather of ``size`` bytes by k ranks of all holders, ``stretches`` of each.
 
     It sends (k - 1) / k of the bytes, half as much as an all-reduce.
     """
-    if holders < 2:
+    if holders <= copies and stretches == 1:
         return 0.0
-    size = costs.spans.weight_bytes(first, last)
-    return (holders - 1) * (costs.link_latency_s + size / holders / costs.link_bytes_per_s)
+    ranks = holders * stretches
+    return (ranks - 1) * (costs.link_latency_s + size / ranks / costs.link_bytes_per_s)
 
 
 def least_late_s(costs: Costs, holders: int, copies: int) -> float:
@@ -34,12 +48,11 @@ def least_late_s(costs: Costs, holders: int, copies: int) -> float:
 
     No forward begins before the embedding's weights have arrived, and the tied weight if there is one.
     """
-    if not 0 < copies < holders and costs.stretches == 1:
+    if not copies:
         return 0.0
-    holders *= costs.stretches
     last = len(costs.layers)
-    shared_s = gather_s(costs, last, last + 1, holders) if costs.tied else 0.0
-    return shared_s + gather_s(costs, 0, 1, holders)
+    shared_s = gather_s(costs, last, last + 1, holders, copies) if costs.tied else 0.0
+    return shared_s + gather_s(costs, 0, 1, holders, copies)
 
 
 def weights_late_s(
@@ -54,9 +67,8 @@ def weights_late_s(
         return 0.0
     free_s, arrived_s = dict.fromkeys(layout.workers, 0.0), list[tuple[Block, float]]()
     for one in gather_order(buckets, layout.num_layers):
-        if (holders := holders_of(one, alike)) > layout.copies or costs.stretches > 1:
-            start_s = max(free_s[worker] for worker in one.holders)
-            end_s = start_s + gather_s(costs, one.first, one.last, holders * costs.stretches)
+        if took_s := gather_s(costs, one.first, one.last, holders_of(one, alike), layout.copies):
+            end_s = took_s + max(free_s[worker] for worker in one.holders)
             free_s.update(dict.fromkeys(one.holders, end_s))
             arrived_s.append((one, end_s))
     late_s = max((end_s for one, end_s in arrived_s if one.first >= layout.num_layers), default=0.0)

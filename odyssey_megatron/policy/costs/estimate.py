@@ -216,8 +216,7 @@ def estimated_profile(
     A matrix product costs 2 FLOPs per weight and token, its two gradients the same each. Attention scores cost ``2 * 2
     * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight gradient.
     Activations count what a fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all that is kept;
-    without, each keeps the inputs of norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198,
-    section 4.2).
+    without, each keeps inputs of norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198, 4.2).
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
@@ -227,10 +226,11 @@ def estimated_profile(
     def transformer(attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
-        again, forward_s = recomputed_share, matmul_s + scores_s
+        again, forward_s, own = recomputed_share, matmul_s + scores_s, products * (spread * tp // parts)
         kept = again * whole / 4 + (1 - again) * (whole + attention.kept + products * passed)
-        held = attention.weights + hidden_size * (products * (ffn + spread * tp // parts) + routed + 2)
-        return layer((forward_s, (1 + again) * forward_s + scores_s, matmul_s), round(tokens * kept), held)
+        held = attention.weights + hidden_size * (products * ffn + own + routed + 2)
+        apart, kept = hidden_size * own * bool(experts and experts.parts), round(tokens * kept)
+        return layer((forward_s, (1 + again) * forward_s + scores_s, matmul_s), kept, held, apart)
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
     inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
@@ -374,12 +374,13 @@ def _layer_cost(
     times: tuple[float, float, float],
     kept: int,
     weights: int,
+    of_experts: int = 0,
     *,
     precision: Precision,
     parts: int,
 ) -> LayerCost:
     """Return the cost of one of ``parts`` of a layer that has ``weights`` parameters and keeps ``kept`` activation
-    numbers.
+    numbers. ``of_experts``: those of the parameters that are of experts spread over ranks.
     """
     kept, weights = kept // parts, weights // parts
     dtype_bytes, optimizer = precision.dtype_bytes, precision.optimizer_bytes
@@ -390,6 +391,7 @@ def _layer_cost(
         weight_grad_s=weight_grad_s,
         activation_bytes=kept * dtype_bytes,
         weight_bytes=dtype_bytes * weights,
+        expert_bytes=dtype_bytes * (of_experts // parts),
         gradient_bytes=max(precision.gradient_bytes, dtype_bytes) * weights,
         optimizer_bytes=optimizer * weights,
         state_bytes=(dtype_bytes + optimizer) * weights,
