@@ -16,6 +16,8 @@ _MOST_LOST = 64
 """Losses of 1, 2, 4, ... workers are prepared for, up to this number, besides all that one node can lose. What fails
 together, such as the nodes of a rack or on one switch, is mostly such a number.
 """
+_MOST_NODES = 8
+"""Losses of so many whole nodes are prepared for, too, of up to a quarter of all workers: each takes about a second."""
 
 
 def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured: bool) -> None:
@@ -39,7 +41,9 @@ def losses(state: ClusterState, *, is_measured: bool) -> list[int]:
     alive = len(state.alive)
     node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
     found = {2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive} | {1, node}
-    found |= {*range(1, node)} if is_measured else set()
+    if is_measured:
+        nodes = range(node, _MOST_NODES * node + 1, node)
+        found |= {*range(1, node), *(lost for lost in nodes if 4 * lost <= alive)}
     return sorted(lost for lost in found if lost < alive)
 
 

@@ -86,9 +86,10 @@ DEAD = (1, 8, 64, "node")
 """So many workers all over the job, or all of one node, where it has several and the job survives that. Other ones in
 each repeat.
 """
-MORE_DEAD: dict[int, tuple[int | str, ...]] = {32: ("again",), 256: (12, 24, 40, "again")}
-"""By GPUs, incidents besides. ``again``: a second worker dies as soon as there is a plan without the first one, long
-before what decisions look up has been worked out for that plan.
+MORE_DEAD: dict[int, tuple[int | str, ...]] = {32: ("again",), 256: (12, 20, 24, 40, "again")}
+"""By GPUs, incidents besides. 24 and 40 dead are as many as whole nodes have, for which decisions are rehearsed; 12 and
+20 are not. ``again``: a second worker dies as soon as there is a plan without the first one, long before what decisions
+look up has been worked out for that plan.
 """
 COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""

@@ -14,7 +14,7 @@ from odyssey_megatron.plan.scheduling.known import _KEPT_BYTES, _Kept, known
 from odyssey_megatron.policy.costs.measured import Measured, alike
 from odyssey_megatron.policy.costs.profile import Observation, load_profile
 from odyssey_megatron.policy.planner import PolicyPlanner
-from odyssey_megatron.policy.preparing import incidents
+from odyssey_megatron.policy.preparing import incidents, losses
 from odyssey_megatron.policy.shapes import partition
 from tests.plan.samples import preset_profile
 from tests.policy.test_decide import PROFILE, job
@@ -106,6 +106,23 @@ def test_incidents_of_a_real_model_are_looked_up(copies, layout, monkeypatch):
     assert [len(ranks) for ranks in together] == [2, 3, 4]
     for ranks in (*alone, *together):
         assert planner.decide(died(state, *ranks), plan, 1.0).plan.policy != "initial"
+
+
+def test_what_several_nodes_lose_is_looked_up(monkeypatch):
+    """Three workers on nodes of their own: no power of two."""
+    state, planner = initial_state(nodes=tuple(range(12))), PolicyPlanner(OdysseyConfig())
+    plan = planner.start(job(4, microbatches=12), state, to_json(PROFILE)).plan
+    planner.learn(state, plan, OBSERVED, 0.0)
+    planner.rehearse(state, plan, 0.0)
+    monkeypatch.setattr(partition, "ranked", lambda *args, **kwargs: pytest.fail("worked out once more"))
+    assert planner.decide(died(state, 0, 4, 8), plan, 1.0).plan.policy != "initial"
+
+
+def test_up_to_eight_nodes_and_a_quarter_of_all_workers_are_prepared_for():
+    state = initial_state(nodes=tuple(rank // 8 for rank in range(256)))
+    assert losses(state, is_measured=True) == [*range(1, 9), 16, 24, 32, 40, 48, 56, 64]
+    assert losses(state, is_measured=False) == [1, 2, 4, 8, 16, 32, 64]
+    assert losses(initial_state(nodes=tuple(rank // 3 for rank in range(36))), is_measured=True)[-1] == 9
 
 
 def test_decisions_are_what_they_are_without_it():

@@ -1,12 +1,13 @@
 """A short pipeline whose gap slides from stage to stage."""
 
+import itertools
 from itertools import pairwise
 
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.policy.shapes.search import Search
-from odyssey_megatron.policy.shapes.slide import slid, windows
+from odyssey_megatron.policy.shapes.slide import _NEAR, _Slide, slid, windows
 from tests.benchmarks.policies import job_of, profile_of, recover
 from tests.plan.samples import preset_profile, uniform_costs
 
@@ -92,3 +93,18 @@ def test_slices_of_optimizer_state_are_summed_for_their_owners():
     shape = slid(decision.case.search, 31, 64)
     assert shape is not None
     assert shape.estimate_s == pytest.approx(decision.plan.step_s, rel=0.01)
+
+
+@pytest.mark.parametrize("copies", [0, 2])
+@pytest.mark.parametrize(("workers", "microbatches"), [(31, 64), (29, 32)])
+def test_no_layout_is_below_the_estimate_of_its_whole_pipelines(workers, microbatches, copies):
+    """For which most shapes are left out without a layout."""
+    costs, looked_at = preset_profile("llama2-7b", "h100").costs, 0
+    search = Search(costs, costs.memory_bytes, copies, revisits=True)
+    for own, number in itertools.product((search, *search.turned), range(2, 17)):
+        for stages in range(workers // number + 1, -(-workers // (number - 1))):
+            one = _Slide.of(own, number, stages, workers, microbatches)
+            for _, bound_s, _ in one.bounded() if one else ():
+                looked_at += 1
+                assert one.whole_s() * _NEAR <= bound_s
+    assert looked_at

@@ -34,6 +34,11 @@ _TRIES = 6
 _ROUGH = 0.9
 """An estimate before microbatches are dealt out may be too long: for stages that are not alike by a tenth."""
 
+_NEAR = 0.99
+"""The same for an estimate of the whole pipelines alone, whose stages are known: a hundredth, as the short pipeline's
+workers sum with them.
+"""
+
 _MOST = 4
 """The most shapes that are scheduled, each in tens of milliseconds."""
 
@@ -81,7 +86,8 @@ def _slid(search: Search, workers: int, microbatches: int, thorough: bool) -> Sl
         ),
         key=lambda one: one.likely_s,
     )
-    bounded = [found for one in slides[:_TRIES] for found in one.bounded()[-2:]]
+    near = (one for one in slides[:_TRIES] if one.whole_s() * _NEAR < below_s)
+    bounded = [found for one in near for found in one.bounded()[-2:]]
     for one, bound_s, layout in sorted(bounded, key=lambda found: found[1])[:_MOST]:
         if bound_s >= below_s:
             break
@@ -96,15 +102,14 @@ class _Slide:
 
     def __init__(
         self,
+        search: Search,
         splits: Splits,
         ends: tuple[int, ...],
         number: int,
         workers: int,
         microbatches: int,
-        copies: int,
     ) -> None:
-        """``copies``: of each layer's optimizer state."""
-        self.copies = copies
+        self.search = search
         self.costs, self.legs, self.ends, self.number = splits.costs, splits.legs, ends, number
         self.microbatches, stages = microbatches, len(ends)
         self.lacks = number * stages - workers
@@ -132,7 +137,22 @@ class _Slide:
         ends = splits.split(stages) if stages <= splits.most_stages else None
         if ends is None:
             return None
-        return cls(splits, ends, number, workers, microbatches, search.copies)
+        return cls(search, splits, ends, number, workers, microbatches)
+
+    @property
+    def most_short(self) -> int:
+        """The most microbatches that the short pipeline gets: as many as its workers do if all are equally busy."""
+        return min(round(self.each), self.microbatches - self.number + 1)
+
+    def whole_s(self) -> float:
+        """Return the estimated step of the other pipelines without what they do for the short one, which only adds to
+        it. No layout is made for that, and most slides go no further.
+        """
+        stages, whole = len(self.ends), self.number - 1
+        own = self.search.sharing(self.number).balanced
+        estimate_s = own.estimate_s(stages * whole, self.microbatches - self.most_short, whole)
+        assert estimate_s is not None, "pipelines of these stages fit"
+        return estimate_s + self.search.weights_late_s(self.number, stages * self.number)
 
     @property
     def note(self) -> str:
@@ -148,7 +168,7 @@ class _Slide:
         with one microbatch less there may.
         """
         found, costs = list[tuple[_Slide, float, Layout]](), self.costs
-        for short in range(min(round(self.each), self.microbatches - self.number + 1), 0, -1):
+        for short in range(self.most_short, 0, -1):
             layout = self._layout(short)
             try:
                 bound_s = lower_bound_s(self._summed(layout), costs, {}, caps_for(layout, costs))
@@ -173,7 +193,8 @@ class _Slide:
 
     def _summed(self, layout: Layout) -> Layout:
         """Return ``layout`` with gradients summed for as many owners as the job has."""
-        return replace(layout, copies=self.copies) if 0 < self.copies < self.number else layout
+        copies = self.search.copies
+        return replace(layout, copies=copies) if 0 < copies < self.number else layout
 
     def _layout(self, short: int) -> Layout:
         """Return the layout in which the short pipeline has ``short`` microbatches, and the others share the rest."""
