@@ -54,6 +54,15 @@ def hashes(what):
             [0],
             "optimizer state of the embedding",
         ),
+        # It has sent what it has to rank 3: as many have the wrong weights as have the right ones.
+        (
+            4,
+            1,
+            "0:2:weights",
+            "--use-distributed-optimizer --odyssey-redundancy-level 2",
+            [0],
+            "weights or optimizer state of the embedding",
+        ),
     ],
 )
 def test_the_odd_one_out_is_left_out(jobs, undisturbed, name, ranks, stages, faults, flags, gone, what):
@@ -71,6 +80,12 @@ def test_the_odd_one_out_is_left_out(jobs, undisturbed, name, ranks, stages, fau
     [
         (2, "", "optimizer state of the embedding on ranks [0] and on [1]"),
         (4, "--use-distributed-optimizer --odyssey-spare-state host", "optimizer state of "),
+        # Ranks 2 and 3 have what rank 0 has sent, and so no opinion.
+        (
+            4,
+            "--use-distributed-optimizer --corrupt 0:2:weights",
+            "weights or optimizer state of the embedding on ranks [0] and on [1]",
+        ),
         (
             4,
             "--corrupt 1:2:state,0:2:state",

@@ -196,7 +196,9 @@ class Holdings:
         Collective. ``rank`` is this rank's number in the job. Raises HoldersDiffer, on all ranks alike, if it is
         unclear who is right.
         """
-        held = dict(zip(self.parts, digests(self._current(), self.parts, self.stretches), strict=True))
+        # What the first owner of a slice has sent is no second opinion on it; so owners compare its weights by itself.
+        own = digests(self._current(), self.parts, self.stretches, with_stepped=bool(self.layout.keepers))
+        held = dict(zip(self.parts, own, strict=True))
         return odd_ones(
             held,
             world,
