@@ -10,12 +10,14 @@ import pytest
 from odyssey_megatron.errors import EXIT_UNSOUND
 from tests.e2e import corrupted, not_finite
 from tests.e2e.jobs import LONG, assert_equal_runs, assert_holders_agree
+from tests.e2e.test_shrinking import CONTEXT, GANG
 
 pytestmark = pytest.mark.matrix
 
 EACH = "--check-weight-hash-across-dp-replicas-interval 1"
 CORRUPTED, NOT_FINITE = Path(corrupted.__file__), Path(not_finite.__file__)
 CELLS = "--tensor-model-parallel-size 2"
+THREE_OWNERS = "--use-distributed-optimizer --odyssey-redundancy-level 2"
 
 
 def assert_left_out(outcome, ranks, what):
@@ -50,9 +52,18 @@ def hashes(what):
             4,
             1,
             "0:2:state",
-            "--use-distributed-optimizer --odyssey-redundancy-level 2",
+            THREE_OWNERS,
             [0],
             "optimizer state of the embedding",
+        ),
+        # It has sent what it has to rank 3: as many have the wrong weights as have the right ones.
+        (
+            4,
+            1,
+            "0:2:weights",
+            THREE_OWNERS,
+            [0],
+            "weights or optimizer state of the embedding",
         ),
     ],
 )
@@ -66,11 +77,43 @@ def test_the_odd_one_out_is_left_out(jobs, undisturbed, name, ranks, stages, fau
     assert_equal_runs(shot, undisturbed(cells, ranks=4 if cells else 2), kills=0)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cells", [CONTEXT, GANG], ids=["contexts", "gangs"])
+@pytest.mark.parametrize(
+    ("fault", "flags", "gone", "what"),
+    [
+        ("3:2:state", THREE_OWNERS, [2, 3], "optimizer state of the embedding"),
+        # What it has sent is wrong on its own other rank as well, where ranks share the state out.
+        ("0:2:weights", THREE_OWNERS, [0, 1], "weights or optimizer state of the embedding"),
+        (
+            "6:3:state",
+            f"{THREE_OWNERS} --odyssey-inject rank=5,step=1,at=param_gather",
+            [6, 7],
+            "optimizer state of the embedding",
+        ),
+    ],
+    ids=["state", "sent-wrong", "with-a-failure"],
+)
+def test_the_odd_cell_out_is_left_out(jobs, undisturbed, name, cells, fault, flags, gone, what):
+    job = f"{cells} --lr 1e-3 --train-iters 6"
+    flags = f"{job} {EACH} {flags} --corrupt {fault}"
+    shot = jobs.run(name, ranks=8, stages=1, flags=flags, script=CORRUPTED)
+    assert [event["target"] for event in shot.named("left_out")] == gone
+    assert all(what in event["why"] for event in shot.named("left_out"))
+    assert_equal_runs(shot, undisturbed(job), kills=flags.count("rank="))
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "found"),
     [
         (2, "", "optimizer state of the embedding on ranks [0] and on [1]"),
         (4, "--use-distributed-optimizer --odyssey-spare-state host", "optimizer state of "),
+        # Ranks 2 and 3 have what rank 0 has sent, and so no opinion.
+        (
+            4,
+            "--use-distributed-optimizer --corrupt 0:2:weights",
+            "weights or optimizer state of the embedding on ranks [0] and on [1]",
+        ),
         (
             4,
             "--corrupt 1:2:state,0:2:state",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.placing.slices import EVERYTHING
+from odyssey_megatron.plan.placing.slices import EVERYTHING, WHOLE
 
 pytest.importorskip("torch")
 
@@ -145,3 +145,24 @@ def test_nobody_leaves_who_alone_has_a_layer():
     rows = [(0, *GOOD), (1, 0, 7, O0, -1, -1), (2, 0, W0, O0, -1, -1)]
     holders = ((0, 1, 2), (1,))
     assert decided(differences(seen(rows)), Layout(holders=holders, routes=()), cell_size=1) is None
+
+
+def test_owners_compare_the_weights_of_their_slices_by_themselves(model):
+    """Others have been sent them by the first owner, and so what is wrong with it, too."""
+    from odyssey_megatron.mcore.model.holders import digests
+
+    half = (0, WHOLE // 2)
+    held = model.holdings.held[1]
+    held.optimizer = model.holdings.optimizer_of(held, (half,))
+
+    def seen(**how):
+        (found,) = digests([held], model.holdings.parts, model.holdings.stretches, **how)
+        return found
+
+    before, state = seen(with_stepped=True), seen()
+    weights = [*held.weights().values()]
+    weights[-1].data.view(-1)[-1] += 1.0  # which others step
+    assert [key for key, one in seen(with_stepped=True).items() if one != before[key]] == [(1, None)]
+    weights[0].data.view(-1)[0] += 1.0
+    assert seen(with_stepped=True)[1, half] != before[1, half]
+    assert seen()[1, half] == state[1, half]

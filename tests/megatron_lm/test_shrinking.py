@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.jobs import cases_of
+from tests.e2e.jobs import assert_equal_numbers, assert_holders_agree, cases_of
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines
 from tests.megatron_lm.test_experts import DEEPSEEK, GANGS, MIXTRAL
 
@@ -13,6 +13,7 @@ LONG = f"{MOCK} --train-iters 90 --eval-interval 45"
 CELLS = f"{LONG} --tensor-model-parallel-size 2"
 STEPS = f"{LONG} --odyssey-float64 on --save-interval 30 --log-params-norm --log-num-zeros-in-grad"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SLICES = "--use-distributed-optimizer"
 WAYS = {
     "activations": "--tensor-model-parallel-size 2",
     "pieces": "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -87,3 +88,32 @@ def test_plain_megatron_goes_on_with_what_a_smaller_cell_has_saved(jobs, name):
     load = f"{CELLS} --load {saved} --exit-interval 84"
     with_ours = jobs.odyssey(f"{name}-whole", load, ranks=8, stages=2)
     assert_same_lines(with_ours, jobs.plain(load, ranks=8, stages=2), first=81)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "cells", ["--context-parallel-size 2", f"{MIXTRAL} {GANGS}"], ids=["contexts", "gangs"]
+)
+def test_what_is_saved_beside_a_smaller_cell_goes_on_in_another_layout(jobs, name, cells):
+    """Of four cells three keep each slice, the smaller one among them; the job that goes on has two owners, and loses a
+    rank.
+    """
+    folder = jobs.folder / f"{name}-saved"
+    flags = STEPS.replace("--train-iters 90", "--train-iters 60")
+    cut = f"{flags} {cells} {SLICES} --odyssey-redundancy-level 2 --global-batch-size 16"
+    whole = jobs.odyssey(f"{name}-whole", cut, ranks=8, stages=1)
+    run = jobs.odyssey(
+        f"{name}-smaller",
+        f"{cut} --odyssey-respawn 1 --odyssey-policy reroute --save {folder}",
+        inject=LOST,
+        ranks=8,
+        stages=1,
+    )
+    assert_same_lines(run, whole, rel=FLOAT64)
+    assert [2, 1] in run.named("decision")[-1]["shapes"]
+    flags = f"{flags} {cells} {SLICES} --global-batch-size 16 --load {folder} --ckpt-step 30"
+    run = jobs.odyssey(name, flags, ranks=4, stages=1, inject="rank=1,step=32,at=optimizer")
+    assert run.exit_code == 0, run.log[-4000:]
+    assert_equal_numbers(run.run.steps, whole.run.steps[30:], rel=FLOAT64)
+    assert_holders_agree(run)

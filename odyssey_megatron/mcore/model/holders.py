@@ -40,13 +40,10 @@ class Difference:
     layer: int
     span: Span | None
     """The span of the layer's optimizer state; None: the weights."""
+    kind: str
+    """What differs, in words."""
     alike: Mapping[int, tuple[int, ...]]
     """First 64 bits of the digest -> the ranks that have this digest."""
-
-    @property
-    def kind(self) -> str:
-        """Whether weights or optimizer state differ, in words."""
-        return "weights" if self.span is None else "optimizer state"
 
     def said(self, num_layers: int) -> str:
         """The difference in words; the largest group of ranks comes first."""
@@ -65,11 +62,11 @@ def digest(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def digests(
-    layers: Iterable[HeldLayer], parts: Parts, own: Stretches
+    layers: Iterable[HeldLayer], parts: Parts, own: Stretches, *, with_stepped: bool = False
 ) -> list[dict[tuple[int, Span | None], bytes]]:
     """For each of ``parts``, the digests of the weights of each layer and of the optimizer state that is kept here, in
-    spans that other ranks may keep, too. At the end those of a gang's optimizer state besides experts: ranks that have
-    the same of it may have no part in common.
+    spans that other ranks may keep, too; ``with_stepped``: of that together with the weights that are stepped by it. At
+    the end those of a gang's optimizer state besides experts: ranks that have the same of it may have no part in common.
     """
     *found, all_but = [dict[tuple[int, Span | None], bytes]() for _ in (*parts, None)]
     for layer in layers:
@@ -77,10 +74,11 @@ def digests(
             result[layer.index, None] = digest(parts.of(layer, layer.weights(), part).values())
         if layer.optimizer is not None:
             with layer.optimizer.at_hand():
+                numbers = layer.optimizer.stepped if with_stepped else layer.optimizer.numbers
                 for span in own.apart(layer.optimizer.spans):
                     is_dense = DENSE[0] <= span[0] < DENSE[1]
                     for number, result in enumerate([all_but] if is_dense else found):
-                        result[layer.index, span] = digest(layer.optimizer.numbers(number, span).values())
+                        result[layer.index, span] = digest(numbers(number, span).values())
     return [*found, all_but]
 
 
@@ -130,7 +128,7 @@ def odd_ones(
             for at, span in enumerate(kinds)
         }
         rows.append((number, part, places))
-    found = differences(rows)
+    found = differences(rows, "weights or optimizer state" if layout.keepers else "optimizer state")
     odd = decided(found, layout, cell_size, shares=stretches.shares_out)
     if odd is None:
         said = [one.said(num_layers) for one in found]
@@ -147,8 +145,11 @@ def _kinds(layout: Layout, worker: int, stretches: Stretches) -> list[list[Span 
     return [[None, *stretches.every(kept(found).get(worker, ()))] for found in layout.states]
 
 
-def differences(rows: Iterable[Row]) -> list[Difference]:
-    """The pieces that are not the same everywhere; the weights of a layer come first, then its slices in order."""
+def differences(rows: Iterable[Row], kept: str = "optimizer state") -> list[Difference]:
+    """The pieces that are not the same everywhere; the weights of a layer come first, then its slices in order.
+
+    ``kept``: what the digests of spans are of, in words.
+    """
     holders: dict[tuple[int, Span, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, shard, digests in rows:
         for (layer, span), value in digests.items():
@@ -158,6 +159,7 @@ def differences(rows: Iterable[Row]) -> list[Difference]:
         Difference(
             layer=layer,
             span=None if span == _WEIGHTS else span,
+            kind="weights" if span == _WEIGHTS else kept,
             alike={value: tuple(sorted(ranks)) for value, ranks in alike.items()},
         )
         for (layer, span, _), alike in sorted(holders.items())
@@ -176,8 +178,9 @@ def decided(
 
     Right is what more than half, and at least two, of those holders have that make the step by themselves. With the
     distributed optimizer, weights that others have stepped are no second opinion on it: where the owners of a layer's
-    slices differ, and it is clear which of them is wrong, the other holders will be sent right weights again. Where the
-    owners agree, weights were changed after a step, and most holders have the right ones. A worker whose own ranks
+    slices differ, in weights or state, and it is clear which of them is wrong, the other holders will be sent right
+    weights again. Where the owners agree, weights were changed after they were sent, and most holders have the right
+    ones. A worker whose own ranks
     differ has nothing that is right; but where they share out the state (``shares``), and so send each other weights,
     somebody else's wrong ones make them differ.
 

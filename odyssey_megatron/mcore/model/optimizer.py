@@ -235,6 +235,11 @@ class LayerOptimizer:
                 found[f"{wanted.in_whole}.{kept}"] = own[0] if counts or len(own) == 1 else torch.cat(own)
         return found
 
+    def stepped(self, number: int, span: Span) -> dict[str, torch.Tensor]:
+        """All that a step makes of ``span`` of part ``number``: :meth:`numbers`, and the weights by parameter."""
+        own = ranges(self._module, self._each, [span], number)
+        return self.numbers(number, span) | {one.in_whole: one.of_part(one.parameter, number) for one in own}
+
     @torch.no_grad()
     def put(self, number: int, span: Span, given: Mapping[str, torch.Tensor]) -> None:
         """Take over what :meth:`numbers` of ``span`` has returned, here or on another rank."""
