@@ -69,7 +69,7 @@ def test_the_estimate_is_the_step_of_its_order():
     own = decision.case.search
     shape = slid(own, 31, 64)
     assert shape is not None
-    assert shape.estimate_s + profile.costs.optimizer_s == pytest.approx(decision.plan.step_s, rel=1e-12)
+    assert shape.estimate_s + profile.costs.agreement_s == pytest.approx(decision.plan.step_s, rel=1e-12)
     assert slid(own, 31, 64) is shape, "it is looked up"
 
 

@@ -296,7 +296,7 @@ class Pipelines:
             return alone_s
         layout, done_s, tails = self._beside_each_other(shares)
         costs = self.splits.costs
-        joint_s = step_end_s(layout, costs, done_s, tails) - costs.optimizer_s - self._least_late_s
+        joint_s = step_end_s(layout, costs, done_s, tails) - costs.agreement_s - self._least_late_s
         self._true_s[shares[-1]] = max(joint_s, self._true_s[shares[-1]])
         return joint_s
 
@@ -306,9 +306,10 @@ class Pipelines:
 
     def _waits_s(self, shares: Shares) -> float:
         """Return by how much first forwards wait longer for weights than the least that any must wait."""
-        if not self._least_late_s:
+        costs = self.splits.costs
+        if not self._least_late_s and not costs.optimizer_s_per_byte:
             return 0.0
-        layout, costs = self._beside_each_other(shares)[0], self.splits.costs
+        layout = self._beside_each_other(shares)[0]
         return weights_late_s(layout, buckets(layout, costs), costs) - self._least_late_s
 
     def _beside_each_other(self, shares: Shares) -> tuple[Layout, dict[int, float], dict[int, Tail]]:
