@@ -215,7 +215,7 @@ def estimated_profile(
     link_latency_s: float = 2e-5,
     link_bytes_per_s: float = 2.5e10,
     memory_bytes: int | None = None,
-    memory_bytes_per_s: float = 2e12,  # by its data sheet: an A100's
+    memory_bytes_per_s: float = 2e12,  # an A100's; the optimizer is as fast as memory
     tensor_parallel_size: int = 1,
     context_parallel_size: int = 1,  # keys and values are exchanged while it computes
     sequence_parallel: bool = True,
@@ -228,10 +228,9 @@ def estimated_profile(
 ) -> Profile:
     """Return the costs of a decoder-only transformer, estimated from FLOPs.
 
-    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each. Attention scores cost ``2 * 2
-    * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight gradient.
-    Activations count what a fused attention keeps. Without ``sequence_parallel`` each GPU of a worker keeps the inputs
-    of norms, and of products after them, whole (arXiv 2205.05198, section 4.2). Optimizers are as fast as memory.
+    A matrix product costs 2 FLOPs per weight and token, as does each gradient. Attention scores cost ``2 * seq`` per
+    token and number (causal), twice that in the input gradient, nothing in the weight gradient. Activations are what a
+    fused attention keeps; without ``sequence_parallel`` GPUs have inputs of products whole (arXiv 2205.05198, 4.2).
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
