@@ -204,11 +204,15 @@ class Costs:
         return replace(self, slow_links=(), slow_sums=()) if self.slow_links or self.slow_sums else self
 
     @cached_property
+    def without_ends(self) -> Costs:
+        """These costs without agreement and optimizer: what a step takes until all have computed and summed."""
+        return replace(self, agreement_s=0.0, optimizer_s_per_byte=0.0)
+
+    @cached_property
     def of_orders(self) -> Costs:
         """The costs that orders and programs depend on.
 
         They do not depend on which workers take part, nor on how optimizer state is shared out, nor on how a step ends.
         """
         layers = (replace(one, optimizer_bytes=0, state_bytes=0) for one in self.all_layers)
-        found = self.without_slow_links.with_layers(layers)
-        return replace(found, agreement_s=0.0, optimizer_s_per_byte=0.0)
+        return self.without_slow_links.without_ends.with_layers(layers)

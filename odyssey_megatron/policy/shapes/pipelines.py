@@ -306,10 +306,9 @@ class Pipelines:
 
     def _waits_s(self, shares: Shares) -> float:
         """Return by how much first forwards wait longer for weights than the least that any must wait."""
-        costs = self.splits.costs
-        if not self._least_late_s and not costs.optimizer_s_per_byte:
+        if not self._least_late_s:
             return 0.0
-        layout = self._beside_each_other(shares)[0]
+        layout, costs = self._beside_each_other(shares)[0], self.splits.costs
         return weights_late_s(layout, buckets(layout, costs), costs) - self._least_late_s
 
     def _beside_each_other(self, shares: Shares) -> tuple[Layout, dict[int, float], dict[int, Tail]]:
