@@ -149,12 +149,14 @@ class Chronicle:
         step_s: float,
         state_bytes: Callable[[], Mapping[int, int]],
         *,
+        optimizer_bytes: Callable[[], int] = int,
         is_whole: bool = True,
     ) -> None:
         """Note that ``step`` is over.
 
         Args:
             state_bytes: Gives the bytes of state of each layer whose state is here.
+            optimizer_bytes: Gives those of all optimizer state that is here.
             is_whole: The step had all microbatches of the plan; it has fewer while the batch size ramps up.
                 Only whole steps are compared with others and with the simulation of the plan.
         """
@@ -170,7 +172,11 @@ class Chronicle:
         if trace.measured:
             took = StepSeen(step=step, generation=generation.number, seconds=step_s)
             measured = self._measured.with_step(
-                step, trace, state_bytes(), took if self.steps_here > 1 and is_whole else None
+                step,
+                trace,
+                state_bytes(),
+                took if self.steps_here > 1 and is_whole else None,
+                optimizer_bytes(),
             )
             self._member.reports.publish_observations(measured)
 

@@ -19,6 +19,7 @@ from odyssey_megatron.execute.neighbours import Exchanged, Neighbours, Summed
 from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, by_microbatch
 from odyssey_megatron.plan.sending.runs import to_runs
 from odyssey_megatron.policy.costs.measured import (
+    EndSeen,
     HeldSeen,
     LinkSeen,
     LinkTimes,
@@ -44,8 +45,8 @@ class Stopwatch(Protocol):
         ...
 
     def between_s(self, began: Any, ended: Any) -> float:
-        """Return the seconds between two marks of one kind. They were made before the step's agreement, and
-        this is called after it, when all before it has run.
+        """Return the seconds between two marks of one kind, which must have been made. It waits for what the
+        device has to do until the later one: for nothing, after the step's agreement, if that is before it.
         """
         ...
 
@@ -98,6 +99,10 @@ class Trace:
     marks: list[tuple[Instr, Any, Any]] = field(default_factory=list)
     probes: list[tuple[Any, Any]] = field(default_factory=list)
     """The beginning and end of matrix products that are the same on all ranks."""
+    optimizer: tuple[Any, Any] | None = None
+    """The beginning and end of the optimizer."""
+    agreement_s: float = 0.0
+    """Seconds that the agreement has taken, with waiting for others."""
     began_s: float = field(default_factory=time.monotonic)
     wall_s: float = 0.0
     """Seconds that computing has taken by :attr:`wall`."""
@@ -129,6 +134,21 @@ class Trace:
         self._begin(instr)
         yield
         self._close()
+
+    @contextlib.contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Time the body as the step's agreement."""
+        began_s = time.monotonic()
+        yield
+        self.agreement_s = time.monotonic() - began_s
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Time the body as the optimizer, in a measured step."""
+        began = self.stopwatch.mark() if self.measured else None
+        yield
+        if self.measured:
+            self.optimizer = began, self.stopwatch.mark()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -218,6 +238,7 @@ class Measurements:
         self._links: deque[tuple[LinkSeen, ...]] = deque(maxlen=_KEPT)
         self._sums: deque[tuple[SumSeen, ...]] = deque(maxlen=_KEPT)
         self._took: deque[StepSeen] = deque(maxlen=_KEPT)
+        self._ends: deque[EndSeen] = deque(maxlen=_KEPT)
         self._held: deque[HeldSeen] = deque(maxlen=_KEPT)
         self._uneven: deque[UnevenSeen] = deque(maxlen=_KEPT)
         self._exchanged: tuple[int, Exchanged, Summed] = (-1, {}, {})
@@ -241,15 +262,29 @@ class Measurements:
         self._exchanged = step, neighbours.exchange(message, now), neighbours.sums(message, now)
 
     def with_step(
-        self, step: int, trace: Trace, state_bytes: Mapping[int, int], took: StepSeen | None = None
+        self,
+        step: int,
+        trace: Trace,
+        state_bytes: Mapping[int, int],
+        took: StepSeen | None = None,
+        optimizer_bytes: int = 0,
     ) -> str:
         """Return what is known after ``step``, which was measured, in the form in which it is published.
 
         Args:
             state_bytes: The bytes of state of each layer whose state is here.
             took: The time of the step; None if it tells nothing about other steps.
+            optimizer_bytes: Of optimizer state that is here.
         """
         self._took.extend([took] if took else [])
+        if trace.optimizer:
+            seen = EndSeen(
+                step=step,
+                agreement_s=trace.agreement_s,
+                optimizer_s=trace.stopwatch.between_s(*trace.optimizer),
+                optimizer_bytes=optimizer_bytes,
+            )
+            self._ends.append(seen)
         self._steps.append((*_medians(step, trace), *_probe(step, trace)))
         self._uneven.extend(_uneven(step, trace))
         if self._wall is not None:
@@ -264,6 +299,7 @@ class Measurements:
             links=tuple(one for of_step in self._links for one in of_step),
             sums=tuple(one for of_step in self._sums for one in of_step),
             steps=tuple(self._took),
+            ends=tuple(self._ends),
             held=tuple(self._held),
             uneven=tuple(self._uneven),
             state_bytes=tuple(sorted(state_bytes.items())),

@@ -24,7 +24,7 @@ from odyssey_megatron.execute.progress import Progress
 from odyssey_megatron.execute.regrouping import Regrouping
 from odyssey_megatron.execute.step import StepAtHand, StepRunner
 from odyssey_megatron.execute.suspects import Exchange, examine
-from odyssey_megatron.execute.timing import Measurements
+from odyssey_megatron.execute.timing import Measurements, Trace
 from odyssey_megatron.execute.votes import Ballot, Votes
 from odyssey_megatron.names import step_name
 from odyssey_megatron.plan.scheduling.smaller import smaller
@@ -69,10 +69,11 @@ class Training:
         trace.probe()
         progress = self.at_hand.progress
         assert progress is not None
-        totals = self._agreed(progress)
+        totals = self._agreed(progress, trace)
         if not torch.isfinite(totals).all() and not self.model.loss_scale.blames_nobody:
             totals = self._examined(totals, progress)
-        self.at_hand.commit(totals)
+        with trace.stepping():
+            self.at_hand.commit(totals)
         self.groups.count(self.position.votes)
         self.spread_weights()
         self.member.liveness.rest(behind_step=True)
@@ -82,6 +83,7 @@ class Training:
             trace,
             time.monotonic() - began_s,
             lambda: {layer: self.model.holdings.moved_bytes(layer) for layer in layout.kept_by(worker)},
+            optimizer_bytes=self.model.holdings.optimizer_bytes,
             is_whole=self.model.microbatches_of(step) == layout.num_microbatches,
         )
         if trace.measured:
@@ -91,7 +93,7 @@ class Training:
         if self.member.liveness.asked == Ask.LEAVE:
             raise Fenced("its node was asked to leave the job, and does behind this step")
 
-    def _agreed(self, progress: Progress) -> torch.Tensor:
+    def _agreed(self, progress: Progress, trace: Trace) -> torch.Tensor:
         """Return the totals of all ranks, once all gradients of the step are reduced everywhere. 1-D, on the host."""
         self.chronicle.samples(self.position.committed, self.model.end.samples_of_losses())
         self.filling.finish()
@@ -102,7 +104,8 @@ class Training:
         totals = self.ballot.cast(own, progress.missing(own.device))
         self.groups.entered.settle()
         self.position.complete = CommonWork.STEP
-        dist.all_reduce(totals, group=self.groups.world)
+        with trace.agreeing():
+            dist.all_reduce(totals, group=self.groups.world)
         if missing_somewhere := int(Votes.of(totals).missing):
             raise PeerFailed(
                 f"{missing_somewhere} instruction(s) of {step_name(self.position.committed)} counted for nothing"
@@ -123,7 +126,7 @@ class Training:
             nonlocal totals
             self.position.begin()
             trial = self.runner.run_exchanged(exchange)
-            totals = self._agreed(trial)
+            totals = self._agreed(trial, self.measured.trace(self.position.committed))
             return trial, bool(torch.isfinite(totals).all())
 
         wrong = examine(layout, self.cell, self.groups.world, progress, again)

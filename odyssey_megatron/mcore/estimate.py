@@ -19,7 +19,12 @@ from odyssey_megatron.policy.costs.estimate import (
 )
 from odyssey_megatron.policy.costs.profile import Profile
 
-_CPU_GUESS: dict[str, Any] = {"flops_per_s": 1e10, "link_latency_s": 2e-4, "link_bytes_per_s": 1e9}
+_CPU_GUESS: dict[str, Any] = {
+    "flops_per_s": 1e10,
+    "link_latency_s": 2e-4,
+    "link_bytes_per_s": 1e9,
+    "memory_bytes_per_s": 5e9,
+}
 """A guess for one core and loopback, until the job has measured itself."""
 
 

@@ -133,6 +133,8 @@ class Spans:
             [one.optimizer_bytes for one in layers], tied.optimizer_bytes if tied else 0
         )
         """The part of :attr:`kept_bytes` that is optimizer state."""
+        self.stepped_bytes = _Sum(0, (one.optimizer_bytes for one in whole))
+        """Bytes of optimizer state, where the tied weight is a layer of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +161,12 @@ class Costs:
     """The same for these experts."""
     keeps_messages: bool = False
     """Whether a worker keeps what it sends until the step's end, so that an interrupted step can go on."""
-    optimizer_s: COST_S = 0.0
-    """Time of a step's end, agreement and optimizer, on the worker that takes longest."""
+    agreement_s: COST_S = 0.0
+    """Time in which all workers agree that a step is done, once all have computed and summed; no optimizer runs before
+    that.
+    """
+    optimizer_s_per_byte: COST_S = 0.0
+    """Time of a worker's optimizer for each byte of optimizer state that it keeps."""
     slow_links: tuple[tuple[int, int, float], ...] = ()
     """(sender, receiver, seconds): how much longer an activation between these workers takes than others."""
     slow_sums: tuple[SlowSums, ...] = ()
@@ -223,10 +229,15 @@ class Costs:
         return replace(self, slow_links=(), slow_sums=()) if self.slow_links or self.slow_sums else self
 
     @cached_property
+    def without_ends(self) -> Costs:
+        """These costs without agreement and optimizer: what a step takes until all have computed and summed."""
+        return replace(self, agreement_s=0.0, optimizer_s_per_byte=0.0)
+
+    @cached_property
     def of_orders(self) -> Costs:
         """The costs that orders and programs depend on.
 
-        They do not depend on which workers take part, nor on how optimizer state is shared out.
+        They do not depend on which workers take part, nor on how optimizer state is shared out, nor on how a step ends.
         """
         layers = (replace(one, optimizer_bytes=0, state_bytes=0) for one in self.all_layers)
-        return self.without_slow_links.with_layers(layers)
+        return self.without_slow_links.without_ends.with_layers(layers)

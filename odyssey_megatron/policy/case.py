@@ -165,7 +165,7 @@ class Case:
         step_s = self.search.estimate_s(pipelines * stages, job.num_microbatches, pipelines)
         if step_s is None:
             raise PlanInfeasible(self.search.why_not(stages))
-        return step_s + self.profile.costs.optimizer_s
+        return step_s + self.profile.costs.agreement_s
 
     def fatal_share(self, layout: Layout) -> float:
         """Return the share of next losses that would leave some layer of ``layout`` without a holder.

@@ -9,6 +9,7 @@ apart.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -68,6 +69,8 @@ class Fitted:
     def profile(self, estimate: Profile) -> Profile:
         """Return ``estimate``, for a model on any accelerator, with the times, links and memory of the runs.
 
+        Its optimizer is as fast for a byte of state as in the median run, and an agreement takes as long as in any.
+
         Bytes of layers and messages stay.
         """
         inner = len(estimate.costs.layers) - 2
@@ -79,6 +82,8 @@ class Fitted:
             link_latency_s=link.link_latency_s,
             link_bytes_per_s=link.link_bytes_per_s,
             memory_bytes=min((one for one in memory if one is not None), default=None),
+            agreement_s=max(one.costs.agreement_s for one in self.runs),
+            optimizer_s_per_byte=statistics.median(one.costs.optimizer_s_per_byte for one in self.runs),
         )
         return replace(
             estimate,

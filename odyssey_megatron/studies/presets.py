@@ -35,6 +35,7 @@ class Accelerator:
 
     peak_flops_per_s: float
     memory_bytes: int
+    memory_bytes_per_s: float
     link_bytes_per_s: float
     """Rate between nodes for one GPU: that of its network card."""
     node_bytes_per_s: float
@@ -101,6 +102,7 @@ class Model:
             flops_per_s=device.peak_flops_per_s * EFFICIENCY,
             link_bytes_per_s=device.link_bytes_per_s,  # each rank sends its own part
             memory_bytes=device.memory_bytes * (100 - headroom_percent) // 100,
+            memory_bytes_per_s=device.memory_bytes_per_s,
             tensor_parallel_size=tensor_parallel_size,
             context_parallel_size=context_parallel_size,
             sequence_parallel=sequence_parallel,
@@ -190,26 +192,27 @@ MODELS = {
 GIB = 2**30
 ACCELERATORS = {
     "a100": Accelerator(
-        peak_flops_per_s=312e12, memory_bytes=80 * GIB, link_bytes_per_s=25e9, node_bytes_per_s=300e9
+        peak_flops_per_s=312e12, memory_bytes=80 * GIB, memory_bytes_per_s=2.039e12,
+        link_bytes_per_s=25e9, node_bytes_per_s=300e9,
     ),
     "h100": Accelerator(
-        peak_flops_per_s=989e12, memory_bytes=80 * GIB, link_bytes_per_s=50e9, node_bytes_per_s=450e9
+        peak_flops_per_s=989e12, memory_bytes=80 * GIB, memory_bytes_per_s=3.35e12,
+        link_bytes_per_s=50e9, node_bytes_per_s=450e9,
     ),
     "h200": Accelerator(
-        peak_flops_per_s=989e12, memory_bytes=141 * GIB, link_bytes_per_s=50e9, node_bytes_per_s=450e9
+        peak_flops_per_s=989e12, memory_bytes=141 * GIB, memory_bytes_per_s=4.8e12,
+        link_bytes_per_s=50e9, node_bytes_per_s=450e9,
     ),
     "b200": Accelerator(
-        peak_flops_per_s=2250e12, memory_bytes=180 * GIB, link_bytes_per_s=50e9, node_bytes_per_s=900e9
+        peak_flops_per_s=2250e12, memory_bytes=180 * GIB, memory_bytes_per_s=8e12,
+        link_bytes_per_s=50e9, node_bytes_per_s=900e9,
     ),
-    # A rack of 72 has 180 PFLOPS and 13.4 TB.
+    # A rack of 72 has 180 PFLOPS, 13.4 TB, and 576 TB/s.
     "gb200": Accelerator(
-        peak_flops_per_s=2500e12,
-        memory_bytes=186 * 10**9,
-        link_bytes_per_s=50e9,
-        node_bytes_per_s=900e9,
-        node_gpus=72,
+        peak_flops_per_s=2500e12, memory_bytes=186 * 10**9, memory_bytes_per_s=8e12,
+        link_bytes_per_s=50e9, node_bytes_per_s=900e9, node_gpus=72,
     ),
-}
+}  # fmt: skip
 
 
 def named(kind: str, name: str, known: Mapping[str, _Named]) -> _Named:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from odyssey_megatron.plan.checking.simulate import reduce_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.scheduling.gathers import optimizers_s
 from odyssey_megatron.plan.scheduling.reductions import reduction_order
 
 
@@ -15,12 +16,13 @@ def staggered_step_s(layout: Layout, costs: Costs, done_s: Mapping[int, float]) 
     """Return the period of steps whose optimizer is staggered: a worker goes on once its own blocks are reduced.
 
     ``done_s``: worker -> when its last weight gradient ends in one step alone. Each worker repeats what is between its
-    first forward and the end of its last reduction, and the holders of a block end its reduction together. The slowest
+    first forward and the end of its optimizer, and the holders of a block end its reduction together. The slowest
     worker sets the pace: warm-up and drain of neighbouring steps overlap. Source: ReCycle's staggered optimizer, arXiv
     2405.14009. This is an estimate for a steady state. No plan is executed like this, since here no optimizer runs
     before the agreement (I5).
     """
     start: dict[int, float] = {}
+    own_s = optimizers_s(layout, layout.blocks(), costs)
     for route in layout.routes:
         reached = 0.0
         for hop in route.hops:
@@ -31,4 +33,4 @@ def staggered_step_s(layout: Layout, costs: Costs, done_s: Mapping[int, float]) 
         end = max(now[worker] for worker in block.holders)
         end += reduce_s(costs, block.first, block.last, len(block.holders))
         now.update(dict.fromkeys(block.holders, end))
-    return max(now[worker] - first for worker, first in start.items()) + costs.optimizer_s
+    return max(now[worker] + own_s.get(worker, 0.0) - first for worker, first in start.items())

@@ -27,7 +27,9 @@ from odyssey_megatron.plan.placing.communicators import Communicators, Needs, co
 from odyssey_megatron.plan.placing.redundancy import with_keepers
 from odyssey_megatron.plan.placing.spread import on_one_node, spread
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.scheduling.gathers import ending_s
 from odyssey_megatron.plan.scheduling.lean import MOST_VISITS
+from odyssey_megatron.plan.scheduling.reductions import buckets
 from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import worker_speeds
 from odyssey_megatron.policy.costs.profile import Profile
@@ -359,10 +361,11 @@ def nodes_and_gpus(scenario: Scenario) -> str:
 
 def summary(name: str, plan: Plan, scenario: Scenario) -> str:
     """Return a line on a plan."""
-    fullest = max(size for _, size in plan.peak_bytes) / GIB
-    above = max(0.0, plan.step_s / plan.bound_s - 1)
+    fullest, costs = max(size for _, size in plan.peak_bytes) / GIB, scenario.profile.costs
+    end_s = ending_s(plan.layout, buckets(plan.layout, costs), costs)
     return (
-        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({above:.1%} above its layout's bound), "
+        f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({max(0.0, plan.step_s / plan.bound_s - 1):.1%} above "
+        f"its layout's bound; {end_s * 1e3:.1f} ms of it until all have stepped their optimizers), "
         f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest GPU {fullest:.1f} GiB"
     )
 
@@ -418,10 +421,8 @@ def _smaller_lines(answer: WhatIf, width: int) -> list[str]:
 
 def leaner_text(answer: WhatIf) -> str:
     """Return a line on what less memory would cost."""
-    steps = (
-        f"{share * 100:g}: {step_s * 1e3:.1f} ms, {fullest / GIB:.1f} GiB"
-        for share, step_s, fullest in answer.leaner
-    )
+    found = answer.leaner
+    steps = (f"{share * 100:g}: {step_s * 1e3:.1f} ms, {size / GIB:.1f} GiB" for share, step_s, size in found)
     return f"memory for speed, by --odyssey-slower-for-memory-percent: {'; '.join(steps)}"
 
 

@@ -29,6 +29,7 @@ UNLIKE = 0.1
 ESTIMATED = 0.5
 """What the planner believes of a layer before anybody has measured, as a share of the truth."""
 OPTIMIZER_S = 0.01
+"""Of two transformer layers."""
 KNOWN_AT = 6
 """The step from which on a decision goes by what the ranks have measured. Whoever kills earlier is told."""
 
@@ -65,7 +66,7 @@ def uneven(costs: Costs, *, head: float, seed: int) -> Truth:
     real = replace(
         costs,
         layers=tuple(layers),
-        optimizer_s=OPTIMIZER_S,
+        optimizer_s_per_byte=OPTIMIZER_S / 2 / costs.layers[1].optimizer_bytes,
         link_latency_s=1.5 * costs.link_latency_s,
         link_bytes_per_s=0.8 * costs.link_bytes_per_s,
     )
@@ -80,7 +81,7 @@ def uneven(costs: Costs, *, head: float, seed: int) -> Truth:
 def estimate(costs: Costs) -> Costs:
     """What a planner may believe: all layers alike, and all of it wrong by a factor."""
     layers = tuple(times(layer, ESTIMATED) for layer in costs.layers)
-    return replace(costs, layers=layers, optimizer_s=0.0)
+    return replace(costs, layers=layers, agreement_s=0.0)
 
 
 def emulation(

@@ -17,9 +17,9 @@ commit, and ``runtime_s`` = ``measured_s`` - ``modelled_s`` what is neither comp
 journal, and processes that wait for a core. On two cores with up to 32 processes it is much more than on a machine of
 one's own for each; it is no part of the error, and is printed by itself.
 
-What it cannot show: costs of a real GPU, contention for links and memory, kernels that slow each other down. Sums and
-the optimizer are measured by no rank: the planner takes the link's rate for the first and nothing for the second, and
-the table has other values, so that they are part of the error.
+What it cannot show: costs of a real GPU, contention for links and memory, kernels that slow each other down. Sums are
+measured by no rank: the planner takes the link's rate for them, and the table has another one, so that they are part of
+the error. The agreement is a real one, which the planner counts and the accelerators' time does not.
 
 The last part runs the settings of ``policies.py`` at 32 workers in the same way: our own healthy schedule by the wall
 clock, then a real SIGKILL in mid-step, then the plan that ``decide()`` found; beside it Megatron's healthy 1F1B in a
@@ -240,7 +240,7 @@ def after_a_kill(setting: tuple[int, int, int]) -> tuple[Emulation, Truth, int]:
         train_steps=2 * STEPS_A_PLAN,
     )
     truth = Truth(
-        costs=replace(costs, optimizer_s=OPTIMIZER_S),
+        costs=replace(costs, agreement_s=OPTIMIZER_S),
         noise=NOISE,
         reduce_latency_s=0.0,
         reduce_bytes_per_s=costs.link_bytes_per_s,

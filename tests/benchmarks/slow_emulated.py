@@ -42,7 +42,7 @@ def emulation_of(dp: int, pp: int, microbatches: int, **how: Any) -> tuple[Emula
     """
     known = profile_of(pp, 1, 4).costs
     layers = tuple(times(layer, SECONDS_A_LAYER) for layer in known.layers)
-    known = replace(known, layers=layers, message_bytes=0, optimizer_s=OPTIMIZER_S)
+    known = replace(known, layers=layers, message_bytes=0, agreement_s=OPTIMIZER_S)
     job = JobSpec(
         num_layers=len(layers),
         pipeline_model_parallel_size=pp,

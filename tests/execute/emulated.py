@@ -43,7 +43,7 @@ from odyssey_megatron.launch.rank.injector import Injector
 from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.plan.checking.simulate import reduce_s
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, firsts
+from odyssey_megatron.plan.placing.slices import EVERYTHING, Span, bytes_of, firsts
 from odyssey_megatron.plan.scheduling.gathers import gather_order, gather_s
 from odyssey_megatron.plan.scheduling.reductions import buckets
 from odyssey_megatron.policy.costs.measured import HeldSeen, LinkTimes
@@ -76,6 +76,7 @@ class Accelerator(Held):
         self._copies = 0
         self._workers: dict[tuple[int, int], int] = {}
         self._mine: tuple[int, ...] = ()
+        self._kept_bytes = 0
         self._done_s, self._fresh = 0.0, True
         self._began_s = self._late_s = 0.0
         self._step = 0
@@ -249,7 +250,9 @@ class Accelerator(Held):
 
     def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
         done_s, late_s = (float(part.max()) for part in totals.split(self._world_size))
-        self._until(done_s + self._times.optimizer_s)
+        optimizer_s = self._times.optimizer_s_per_byte * self.optimizer_bytes() * self._more_or_less()
+        self.busy_s += optimizer_s
+        self._until(done_s + self._times.agreement_s + optimizer_s)
         self._arrives_s.clear()
         for one in self._own_slices:
             one.fill_(self._done_s)
@@ -268,6 +271,9 @@ class Accelerator(Held):
         return {m: [self._step * self._microbatches + m] for m in self._heads}
 
     # -- state ------------------------------------------------------------------------------------------------------
+
+    def optimizer_bytes(self) -> int:
+        return self._cell.each * self._kept_bytes
 
     def _names(self, layer: int) -> list[str]:
         return [f"w{part}" for part in self._cell.parts.held]
@@ -292,6 +298,11 @@ class Accelerator(Held):
         self._workers = {(block.first, block.last): len(block.holders) for block in layout.blocks()}
         self._mine = layout.held_by(worker)
         self._copies, states = layout.copies, layout.states
+        self._kept_bytes = sum(
+            bytes_of(span, self._times.all_layers[layer].optimizer_bytes)
+            for layer, spans in layout.spans_kept_by(worker).items()
+            for span in spans
+        )
         cut = {layer: states[layer] for layer in self._mine if layout.keepers and len(states[layer]) > 1}
         self._stepped = {
             layer: {one.span: torch.zeros(1, dtype=torch.float64) for one in found}

@@ -84,6 +84,9 @@ class Held:
     def moved_bytes(self, layer: int) -> int:
         return sum(one.nbytes for piece in self.held[layer].values() for one in piece)
 
+    def optimizer_bytes(self) -> int:
+        return sum(map(self.moved_bytes, self.held))
+
     def weights_of(self, layer: int, part: int, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
         return {name: self.held[layer][name][0] for name in self._of_part(layer, part)}
 

@@ -29,7 +29,8 @@ COSTS = Costs(
     message_bytes=0,
     link_latency_s=0.001,
     link_bytes_per_s=1e9,
-    optimizer_s=0.002,
+    agreement_s=0.002,
+    optimizer_s_per_byte=0.0005,
 )
 SPEEDS = {3: 0.5}
 
@@ -100,10 +101,11 @@ def test_the_planner_learns_what_it_was_never_told(emulating, tmp_path):
     """Layers that take five times the estimate, a head that takes more than all others, links slower than was said."""
     from tests.execute.emulation import Emulation, Truth
 
-    run_dir, told = tmp_path / "run", replace(COSTS, optimizer_s=0.0, message_bytes=10**5)
+    run_dir = tmp_path / "run"
+    told = replace(COSTS, agreement_s=0.0, optimizer_s_per_byte=0.0, message_bytes=10**5)
     layers = (layer(0.001, 0.0, 0.001), *(layer(0.004, 0.005, 0.003),) * 4, layer(0.012, 0.014, 0.010))
     truth = Truth(
-        costs=replace(told, layers=layers, link_latency_s=0.002, link_bytes_per_s=1e8, optimizer_s=0.001),
+        costs=replace(told, layers=layers, link_latency_s=0.002, link_bytes_per_s=1e8, optimizer_s_per_byte=0.0008),
         noise=0.05, reduce_latency_s=0.001, reduce_bytes_per_s=1e9,
     )  # fmt: skip
     believed = replace(
@@ -128,6 +130,7 @@ def test_the_planner_learns_what_it_was_never_told(emulating, tmp_path):
             )
             assert known == pytest.approx(real, rel=0.05)
     assert learned.message_s() == pytest.approx(truth.costs.message_s(), rel=0.1)
+    assert learned.optimizer_s_per_byte == pytest.approx(0.0008, rel=0.05)
     decided = events(run_dir, "decision")[1]
     (said_s,) = (row["step_s"] for row in decided["candidates"] if row["chosen"])
     ran = [step for step in read_run(run_dir).steps if step.generation == 2][1:]
@@ -141,9 +144,8 @@ def test_megatrons_schedule_takes_what_the_formula_says():
     from odyssey_megatron.policy.initial import initial_plan
     from tests.execute.emulation import one_f_one_b
 
-    costs = replace(
-        COSTS, layers=(layer(0, 0, 0), *(layer(),) * 4, layer(0, 0, 0)), link_latency_s=0.0, optimizer_s=0.0
-    )
+    layers = (layer(0, 0, 0), *(layer(),) * 4, layer(0, 0, 0))
+    costs = replace(COSTS, layers=layers, link_latency_s=0.0, agreement_s=0.0, optimizer_s_per_byte=0.0)
     profile = Profile(costs=replace(costs, link_bytes_per_s=1e12))
     plan = initial_plan(replace(JOB, pipeline_model_parallel_size=4), initial_state(nodes=(0,) * 4), profile)
     assert one_f_one_b(plan, profile.costs).step_s == pytest.approx((8 + 4 - 1) * 3)
@@ -158,8 +160,9 @@ def test_weights_come_beside_the_next_forwards_as_simulated(emulating, tmp_path)
     from tests.execute.emulation import Emulation
 
     run_dir = tmp_path / "run"
-    sizes = {"weight_bytes": 9_000_000, "gradient_bytes": 3_000_000}
-    costs = replace(COSTS, layers=tuple(replace(one, **sizes) for one in COSTS.layers), bucket_bytes=0)
+    sizes = {"weight_bytes": 9_000_000, "gradient_bytes": 3_000_000, "optimizer_bytes": 3_000_000}
+    layers = tuple(replace(one, **sizes) for one in COSTS.layers)
+    costs = replace(COSTS, layers=layers, bucket_bytes=0, optimizer_s_per_byte=1e-9)
     job = replace(JOB, pipeline_model_parallel_size=1, optimizer_copies=2, train_steps=4)
     Emulation(job=job, profile=Profile(costs=costs), seamless=True).save(run_dir)
     ran = emulating.run(

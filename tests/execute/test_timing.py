@@ -65,6 +65,26 @@ class Ticks:
         return float(ended - began)
 
 
+def test_the_end_of_a_measured_step_is_told():
+    clock = Ticks()
+    measurements = Measurements(2, lambda step: 1.0, stopwatch=clock)
+    for step in range(5):
+        trace = measurements.trace(step)
+        with trace.agreeing():
+            clock.pass_by(50)
+        with trace.stepping():
+            clock.pass_by(3 + step)
+        if trace.measured:
+            told = from_json(Measured, measurements.with_step(step, trace, {}, None, 12)).ends
+    assert [(one.step, one.optimizer_s, one.optimizer_bytes) for one in told] == [
+        (0, 3.0, 12),
+        (1, 4.0, 12),
+        (2, 5.0, 12),
+        (4, 7.0, 12),
+    ]
+    assert all(0 <= one.agreement_s < 1 for one in told), "by the clock on the wall"
+
+
 def test_what_runs_within_an_input_gradient_is_not_counted_to_it():
     clock = Ticks()
     trace = Trace(measured=True, stopwatch=clock)

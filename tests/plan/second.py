@@ -113,7 +113,7 @@ class Second:
             ready = [end[one] for one in before] + [end[one] + longer for one, longer in wait]
             end[node] = max(ready, default=0.0) + self._compute_s(worker, self.words[worker][at])
         self.computed_s = max(end.values())
-        self.step_s = self.computed_s + self.costs.optimizer_s + self._gathered_late_s()
+        self.step_s = self.computed_s + self.costs.agreement_s + self._gathered_late_s()
 
     def _early(self, words, worker):
         """Place of a sum -> how much earlier it may begin than what stands before it ends: the input gradient of a
@@ -136,30 +136,41 @@ class Second:
         down_to = lead.last if first >= lead.last else max(lead.first, first - 1)
         return self._total("input_grad_s", lead.first, down_to) / self.speeds.get(worker, 1.0)
 
+    def _stepped_s(self):
+        """Worker -> the time of its optimizer, for the state that it keeps of what it sums."""
+        found = defaultdict(float)
+        for bucket, holders in self.holders.items():
+            share = min(self.copies, len(holders)) / len(holders) if self.copies else 1
+            for worker in holders:
+                size = self._total("optimizer_bytes", *bucket) * share
+                found[worker] += self.costs.optimizer_s_per_byte * size
+        return found
+
     def _gathered_late_s(self):
-        """Weights of buckets with more holders than copies of state are gathered one after the other, the tied one
-        first, while the next step's forwards go through their routes.
+        """A worker's first forward waits for its own optimizer. Weights of buckets with more holders than copies of
+        state are gathered behind it, one after the other, the tied one first, while the next step's forwards go through
+        their routes.
         """
-        if not self.copies:
-            return 0.0
-        layers, free, there = len(self.costs.layers), {}, {}
-        for bucket in sorted(self.holders, key=lambda one: (one[0] < layers, one)):
+        layers, free, there = len(self.costs.layers), self._stepped_s(), {}
+        stepped = dict(free)
+        for bucket in sorted(self.holders, key=lambda one: (one[0] < layers, one)) if self.copies else ():
             holders = self.holders[bucket]
             if len(holders) > self.copies:
                 k, size = len(holders), self._total("weight_bytes", *bucket)
                 took = (k - 1) * (self.costs.link_latency_s + size / k / self.costs.link_bytes_per_s)
-                there[bucket] = max(free.get(one, 0.0) for one in holders) + took
+                there[bucket] = max(free[one] for one in holders) + took
                 free |= dict.fromkeys(holders, there[bucket])
         late = max((one for bucket, one in there.items() if bucket[0] >= layers), default=0.0)
         lag = self.costs.link_latency_s + self.costs.message_bytes / self.costs.link_bytes_per_s
         routes = {}
-        for words in self.words.values():
+        for worker, words in self.words.items():
             for one in words:
                 if one.kind == "F":
-                    routes.setdefault(one.microbatch, []).append((one.first, one.last))
-        for spans in routes.values():
+                    routes.setdefault(one.microbatch, []).append((one.first, one.last, worker))
+        for hops in routes.values():
             reached = 0.0
-            for first, last in sorted(spans):
+            for first, last, worker in sorted(hops):
+                late = max(late, stepped[worker] - reached)
                 for (a, b), end in there.items():
                     if a < last and first < b:
                         late = max(late, end - reached - self._total("forward_s", first, max(first, a)))

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from odyssey_megatron.codec import from_json, to_json
 from odyssey_megatron.policy.costs.estimate import AttentionShape, estimated_profile
-from odyssey_megatron.policy.costs.measured import LinkSeen, LinkTimes, Measured, with_measured
+from odyssey_megatron.policy.costs.measured import (
+    EndSeen,
+    LinkSeen,
+    LinkTimes,
+    Measured,
+    alike,
+    with_measured,
+)
 from odyssey_megatron.policy.costs.profile import Observation
 
 PROFILE = estimated_profile(
@@ -51,11 +60,44 @@ def test_messages_without_bytes_say_nothing_of_bandwidth():
     assert (costs.message_s(), costs.link_bytes_per_s) == (1e-4, PROFILE.costs.link_bytes_per_s)
 
 
+def test_the_end_of_a_step():
+    """The last to come to an agreement waits for nobody. Bytes of state are stepped at the rate of most ranks."""
+
+    def seen(step, agreement_s, optimizer_s, optimizer_bytes=1000):
+        return EndSeen(
+            step=step,
+            agreement_s=agreement_s,
+            optimizer_s=optimizer_s,
+            optimizer_bytes=optimizer_bytes,
+        )
+
+    published = [
+        Measured(ends=(seen(4, 0.5, 2e-3), seen(8, 0.002, 2e-3), seen(12, 0.9, 9e-3))),
+        Measured(ends=(seen(4, 0.003, 1e-3), seen(8, 0.7, 2e-3))),
+        Measured(ends=(seen(4, 0.8, 4e-3, 2000), seen(8, 0.1, 0.0, 0))),
+    ]
+    costs = with_measured(PROFILE, published).costs
+    assert costs.agreement_s == pytest.approx(0.0025), "of the two steps that all have told of"
+    assert costs.optimizer_s_per_byte == pytest.approx(2e-6)
+    assert not alike(costs, PROFILE.costs)
+    assert alike(costs, with_measured(PROFILE, [*published, Measured()]).costs)
+    assert costs.of_orders == PROFILE.costs.of_orders, "orders are kept"
+
+
+def test_an_estimated_optimizer_is_as_fast_as_memory():
+    """Of bf16 weights with float32 gradients 46 bytes each are read and written for 12 of state."""
+    costs = replace(PROFILE.costs, layers=PROFILE.costs.layers[1:2])
+    weights = costs.layers[0].weight_bytes // 2
+    own_s = costs.optimizer_s_per_byte * costs.spans.stepped_bytes(0, 1)
+    assert own_s == pytest.approx(46 * weights / (0.8 * 2e12))
+
+
 def test_round_trip():
     one = Measured(
         spans=(Observation(first=0, last=3, samples=2, forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.5),),
         link=LinkTimes(worker=1, message_bytes=1, empty_s=0.1, message_s=0.2),
         state_bytes=((1, 5),),
+        ends=(EndSeen(step=1, agreement_s=0.1, optimizer_s=0.2, optimizer_bytes=3),),
     )
     assert from_json(Measured, to_json(one)) == one
 

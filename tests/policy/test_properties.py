@@ -67,7 +67,8 @@ def costs_of(draw, blocks):
         message_bytes=draw(st.integers(0, 10)),
         link_latency_s=draw(st.sampled_from((0.0, 0.01, 0.3))),
         link_bytes_per_s=draw(st.sampled_from((1e4, 1e2))),
-        optimizer_s=draw(st.sampled_from((0.0, 0.5))),
+        agreement_s=draw(st.sampled_from((0.0, 0.5))),
+        optimizer_s_per_byte=draw(st.sampled_from((0.0, 0.001, 0.1))),
     )
 
 

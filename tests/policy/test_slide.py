@@ -6,6 +6,8 @@ from itertools import pairwise
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.plan.scheduling.gathers import ending_s
+from odyssey_megatron.plan.scheduling.reductions import buckets
 from odyssey_megatron.policy.shapes.search import Search
 from odyssey_megatron.policy.shapes.slide import _NEAR, _Slide, slid, windows
 from tests.benchmarks.policies import job_of, profile_of, recover
@@ -70,7 +72,9 @@ def test_the_estimate_is_the_step_of_its_order():
     own = decision.case.search
     shape = slid(own, 31, 64)
     assert shape is not None
-    assert shape.estimate_s + profile.costs.optimizer_s == pytest.approx(decision.plan.step_s, rel=1e-12)
+    layout, costs = decision.plan.layout, profile.costs
+    end_s = ending_s(layout, buckets(layout, costs), costs)
+    assert shape.estimate_s + end_s == pytest.approx(decision.plan.step_s, rel=1e-12)
     assert slid(own, 31, 64) is shape, "it is looked up"
 
 

@@ -141,8 +141,9 @@ def llama(hidden, ffn, heads, seq_length=64):
 
 
 CPU = Accelerator(
-    peak_flops_per_s=1e10 / EFFICIENCY, memory_bytes=2**34, link_bytes_per_s=1e9, node_bytes_per_s=1e9
-)
+    peak_flops_per_s=1e10 / EFFICIENCY, memory_bytes=2**34, memory_bytes_per_s=5e9,
+    link_bytes_per_s=1e9, node_bytes_per_s=1e9,
+)  # fmt: skip
 """What a job guesses that one core does, before it has measured."""
 HELD_OUT = {
     # Between the runs that are fitted; of twice the FLOPs of the largest of them.

@@ -66,7 +66,8 @@ def digests(
 ) -> list[dict[tuple[int, Span | None], bytes]]:
     """For each of ``parts``, the digests of the weights of each layer and of the optimizer state that is kept here, in
     spans that other ranks may keep, too; ``with_stepped``: of that together with the weights that are stepped by it. At
-    the end those of a gang's optimizer state besides experts: ranks that have the same of it may have no part in common.
+    the end those of a gang's optimizer state besides experts: ranks that have the same of that may have no part in
+    common.
     """
     *found, all_but = [dict[tuple[int, Span | None], bytes]() for _ in (*parts, None)]
     for layer in layers:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from odyssey_megatron.plan.checking.simulate import sum_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Block, Hop, Layout, Route
-from odyssey_megatron.plan.scheduling.gathers import weights_late_s
+from odyssey_megatron.plan.scheduling.gathers import ending_s
 from odyssey_megatron.plan.scheduling.reductions import buckets, until_passed
 from odyssey_megatron.plan.scheduling.tasks import TICKS_PER_S
 
@@ -46,8 +46,7 @@ def lower_bound_s(
     work = _Work(layout, costs, speeds or {}, sums)
     # Deduplicated, since most workers are in the same place as others.
     places = {(work.visits.get(worker), caps.get(worker, 0), own) for worker, own in sums.items()}
-    late_s = weights_late_s(layout, cut, costs)
-    return max(work.path_s, *(_worker_s(*place) for place in places)) + costs.optimizer_s + late_s
+    return max(work.path_s, *(_worker_s(*place) for place in places)) + ending_s(layout, cut, costs)
 
 
 def cluster_bound_s(
@@ -64,7 +63,7 @@ def cluster_bound_s(
     once = costs.spans.compute_s(0, last)
     path = costs.spans.down_and_up_s(0, last) + costs.layers[0].weight_grad_s
     work = num_microbatches * once / sum(speed)
-    return max(work, path / max(speed), *_in_pieces_s(num_microbatches, costs, speed)) + costs.optimizer_s
+    return max(work, path / max(speed), *_in_pieces_s(num_microbatches, costs, speed)) + costs.agreement_s
 
 
 def _in_pieces_s(num_microbatches: int, costs: Costs, speed: Sequence[float]) -> Iterator[float]:

@@ -12,7 +12,7 @@ from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.placing.memory import state_bytes
 from odyssey_megatron.plan.schedule import Schedule
-from odyssey_megatron.plan.scheduling.gathers import weights_late_s
+from odyssey_megatron.plan.scheduling.gathers import ending_s
 from odyssey_megatron.plan.scheduling.reductions import (
     NO_TAIL,
     Tail,
@@ -78,7 +78,7 @@ def computed_before_s(layout: Layout, costs: Costs, end_s: float) -> dict[int, f
     After that it must still sum at least one bucket; the others may have been summed while it computed.
     """
     least_s, cut = dict.fromkeys(layout.workers, math.inf), buckets(layout, costs)
-    end_s -= costs.optimizer_s + weights_late_s(layout, cut, costs)
+    end_s -= ending_s(layout, cut, costs)
     for bucket in cut:
         seconds = sum_s(costs, bucket, layout.copies)
         for worker in bucket.holders:
@@ -116,8 +116,7 @@ def step_end_s(
         start_s = max(start_s, *(free_s[worker] for worker in bucket.holders))
         end_s = start_s + sum_s(costs, bucket, layout.copies)
         free_s.update(dict.fromkeys(bucket.holders, end_s))
-    late_s = weights_late_s(layout, gathered, costs)
-    return max(*done_s.values(), *free_s.values()) + costs.optimizer_s + late_s
+    return max(*done_s.values(), *free_s.values()) + ending_s(layout, gathered, costs)
 
 
 def _left_s(order: Sequence[Block], costs: Costs, tails: Mapping[int, Tail]) -> dict[tuple[int, int], float]:
@@ -151,7 +150,8 @@ def simulate(
     - An eager forward waits for nothing.
     - A sum starts when all holders have come to it and are through with their sums before it, and ends for all at the
       same time. It runs beside what they compute, and beside the rest of a last input gradient if nobody waits for it.
-    - ``STEP`` waits for all. It includes the time that the next step's first forwards wait for their weights.
+    - ``STEP`` waits for all. It includes the time that the next step's first forwards wait for their weights: for the
+      optimizer, and for what others have stepped.
 
     Raises:
         ScheduleInvalid: some workers wait for ever; names one, its position and what it waits for.
@@ -314,8 +314,7 @@ class _Clock:
         if len(self.ready) < len(self.programs):
             return []
         start = max(*self.now.values(), *self.free.values())
-        late_s = weights_late_s(self.visits.layout, self.visits.buckets, self.costs)
-        end = start + self.costs.optimizer_s + late_s
+        end = start + ending_s(self.visits.layout, self.visits.buckets, self.costs)
         for member in self.ready:
             self.spans[member].append((start, end))
             self.position[member] += 1

@@ -1,12 +1,14 @@
-"""When new weights arrive if each holder of a layer only steps some slices of it.
+"""When the weights for the next step are there: after a worker's optimizer, and where each holder of a layer only steps
+some slices of it, after those of others have arrived.
 
-After a step the holders of a bucket gather its weights, beside the first forwards of the next step, which wait for the
-weights that they need. All workers gather the buckets in one order, in which a forward needs them.
+Once its optimizer is through, a worker goes on with the next step. The holders of a bucket gather its weights beside
+the first forwards, which wait for the weights that they need. All workers gather the buckets in one order, in which a
+forward needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Block, Layout
@@ -55,29 +57,79 @@ def least_late_s(costs: Costs, holders: int, copies: int) -> float:
     return shared_s + gather_s(costs, 0, 1, holders, copies)
 
 
-def weights_late_s(
+def optimizers_s(
     layout: Layout, buckets: Iterable[Block], costs: Costs, alike: Mapping[int, int] | None = None
+) -> dict[int, float]:
+    """Return, for each worker, the time of its optimizer, which steps all state that the worker keeps; empty if that
+    counts as nothing.
+
+    ``alike``: see ``reductions.holders_of``.
+    """
+    own_s: dict[int, float] = {}
+    for one in buckets if costs.optimizer_s_per_byte else ():
+        share = min(1.0, layout.copies / holders_of(one, alike)) if layout.copies else 1.0
+        seconds = costs.optimizer_s_per_byte * costs.spans.stepped_bytes(one.first, one.last) * share
+        for worker in one.holders:
+            own_s[worker] = own_s.get(worker, 0.0) + seconds
+    return own_s
+
+
+def weights_late_s(
+    layout: Layout, buckets: Sequence[Block], costs: Costs, alike: Mapping[int, int] | None = None
 ) -> float:
     """Return how much longer a step is because its first forwards wait for weights.
 
-    The whole step is taken to be late by as much as the latest weights are. 0.0 if each holder steps all that it holds.
-    ``alike``: see ``reductions.holders_of``.
+    A worker computes once its own optimizer is through, and gathers from there on what others have stepped. The whole
+    step is taken to be late by as much as the latest weights are: those of a later stage may take longer, by as long as
+    the first microbatch takes to get there. ``alike``: see ``reductions.holders_of``.
     """
-    if not layout.copies:
+    own_s = optimizers_s(layout, buckets, costs, alike)
+    if not layout.copies and not own_s:
         return 0.0
-    free_s, arrived_s = dict.fromkeys(layout.workers, 0.0), list[tuple[Block, float]]()
+    arrived_s = _arrived_s(layout, buckets, costs, own_s, alike) if layout.copies else []
+    late_s = max((end_s for one, end_s in arrived_s if one.first >= layout.num_layers), default=0.0)
+    reached_s: dict[tuple[tuple[int, int], ...], list[float]] = {}
+    for route in layout.routes:
+        if (spans := route.spans) not in reached_s:
+            reached_s[spans] = reached = _reached_s(spans, costs)
+            for (first, last), at_s in zip(spans, reached, strict=True):
+                for one, end_s in arrived_s:
+                    if one.first < last and first < one.last:
+                        needed_s = at_s + costs.spans.forward_s(first, max(first, one.first))
+                        late_s = max(late_s, end_s - needed_s)
+        for hop, at_s in zip(route.hops if own_s else (), reached_s[spans], strict=False):
+            late_s = max(late_s, own_s[hop.worker] - at_s)
+    return late_s
+
+
+def ending_s(layout: Layout, buckets: Sequence[Block], costs: Costs) -> float:
+    """Return how much longer than until all have computed and summed a step takes: the agreement, and then
+    :func:`weights_late_s`.
+    """
+    return costs.agreement_s + weights_late_s(layout, buckets, costs)
+
+
+def _arrived_s(
+    layout: Layout,
+    buckets: Iterable[Block],
+    costs: Costs,
+    own_s: Mapping[int, float],
+    alike: Mapping[int, int] | None,
+) -> list[tuple[Block, float]]:
+    """Return each bucket that is gathered, and when its weights have arrived. ``own_s``: see :func:`optimizers_s`."""
+    free_s, found = {**dict.fromkeys(layout.workers, 0.0), **own_s}, list[tuple[Block, float]]()
     for one in gather_order(buckets, layout.num_layers):
         if took_s := gather_s(costs, one.first, one.last, holders_of(one, alike), layout.copies):
             end_s = took_s + max(free_s[worker] for worker in one.holders)
             free_s.update(dict.fromkeys(one.holders, end_s))
-            arrived_s.append((one, end_s))
-    late_s = max((end_s for one, end_s in arrived_s if one.first >= layout.num_layers), default=0.0)
-    for spans in {route.spans for route in layout.routes}:
-        reached_s = 0.0
-        for first, last in spans:
-            for one, end_s in arrived_s:
-                if one.first < last and first < one.last:
-                    needed_s = reached_s + costs.spans.forward_s(first, max(first, one.first))
-                    late_s = max(late_s, end_s - needed_s)
-            reached_s += costs.spans.forward_s(first, last) + costs.message_s()
-    return late_s
+            found.append((one, end_s))
+    return found
+
+
+def _reached_s(spans: Iterable[tuple[int, int]], costs: Costs) -> list[float]:
+    """Return when the first forward reaches each of the hops ``spans`` of a route, if it waits for nothing."""
+    at_s, found = 0.0, list[float]()
+    for first, last in spans:
+        found.append(at_s)
+        at_s += costs.spans.forward_s(first, last) + costs.message_s()
+    return found

@@ -12,6 +12,8 @@ from odyssey_megatron.policy.costs.profile import Profile
 
 _COPIED_BYTES_PER_S = 1e12
 """Rate of a GPU's copies: about half of an A100's memory bandwidth (data sheet: 2 TB/s), as a copy reads and writes."""
+_OF_MEMORY = 0.8
+"""Share of its memory's bandwidth that a GPU's optimizer is taken to reach. Assumed; a job measures it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +138,18 @@ class Precision:
         long = max(4, self.dtype_bytes)
         return (self.moments_bytes or 2 * long) + (long if self.dtype_bytes < long else 0)
 
+    def optimizer_s_per_byte(self, memory_bytes_per_s: float) -> float:
+        """Return the time of a step's end for each byte of optimizer state, by what is read and written for a weight.
+
+        Its optimizer state is read and written. So is its gradient: read for the norm, scaled (read and written), read
+        by Adam, and zeroed. The weight is written, and read if it has no master copy. Source: megatron core_v0.16.1
+        core/optimizer/optimizer.py, and ``mcore/model/optimizer.py``.
+        """
+        has_master = self.dtype_bytes < 4
+        gradient = max(self.gradient_bytes, self.dtype_bytes)
+        size = 2 * self.optimizer_bytes + 5 * gradient + (1 if has_master else 2) * self.dtype_bytes
+        return size / self.optimizer_bytes / (_OF_MEMORY * memory_bytes_per_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
@@ -201,6 +215,7 @@ def estimated_profile(
     link_latency_s: float = 2e-5,
     link_bytes_per_s: float = 2.5e10,
     memory_bytes: int | None = None,
+    memory_bytes_per_s: float = 2e12,  # an A100's; the optimizer is as fast as memory
     tensor_parallel_size: int = 1,
     context_parallel_size: int = 1,  # keys and values are exchanged while it computes
     sequence_parallel: bool = True,
@@ -213,10 +228,10 @@ def estimated_profile(
 ) -> Profile:
     """Return the costs of a decoder-only transformer, estimated from FLOPs.
 
-    A matrix product costs 2 FLOPs per weight and token, its two gradients the same each. Attention scores cost ``2 * 2
-    * seq / 2`` per token and number (causal: half), twice that in the input gradient, nothing in the weight gradient.
-    Activations count what a fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all that is kept;
-    without, each keeps inputs of norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198, 4.2).
+    A matrix product costs 2 FLOPs per weight and token, as does each gradient. Attention scores cost ``2 * seq`` per
+    token and number (causal), twice that in the input gradient, nothing in the weight gradient. Activations are what a
+    fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all of it; without, each keeps inputs of
+    norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198, 4.2).
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
@@ -245,6 +260,7 @@ def estimated_profile(
             link_latency_s=link_latency_s,
             link_bytes_per_s=link_bytes_per_s,
             memory_bytes=memory_bytes,
+            optimizer_s_per_byte=precision.optimizer_s_per_byte(memory_bytes_per_s),
         ),
     )
 

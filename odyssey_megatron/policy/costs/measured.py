@@ -55,6 +55,18 @@ class StepSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndSeen:
+    """The time of a step's end on this rank."""
+
+    step: int
+    agreement_s: float
+    """From when this rank came to the agreement until it was through. The last one to come waits for nobody."""
+    optimizer_s: float
+    optimizer_bytes: int
+    """Optimizer state that the rank keeps, all of which is stepped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldSeen:
     """The time that was computed in a step, by the thread's clock and by the clock on the wall. Only where a CPU
     computes.
@@ -93,6 +105,7 @@ class Measured:
     """Without the first step of a generation, which takes longer, and steps with fewer microbatches than
     the plan has.
     """
+    ends: tuple[EndSeen, ...] = ()
     held: tuple[HeldSeen, ...] = ()
     """Empty where no CPU computes."""
     uneven: tuple[UnevenSeen, ...] = ()
@@ -138,8 +151,28 @@ def with_measured(
             link_bytes_per_s=size / max(message_s - latency_s, 0.05 * message_s, 1e-9)
             or costs.link_bytes_per_s,
         )
+    costs = _with_ends(costs, [seen for one in published for seen in one.ends])
     regroups = [one.regroup_s for one in _of_now(published) if one.regroup_s is not None]
     return replace(profile, costs=costs, group_build_s=max(regroups) if regroups else profile.group_build_s)
+
+
+def _with_ends(costs: Costs, ends: Sequence[EndSeen]) -> Costs:
+    """Return ``costs`` with the agreement and the optimizer as most ranks have measured them.
+
+    In each step the agreement takes as long as it does for the last rank to come to it; so only steps count that as
+    many ranks as any have told of.
+    """
+    waits_s: dict[int, list[float]] = {}
+    for one in ends:
+        waits_s.setdefault(one.step, []).append(one.agreement_s)
+    told = max(map(len, waits_s.values()), default=0)
+    of_last_s = [min(own) for own in waits_s.values() if len(own) == told]
+    rates = [one.optimizer_s / one.optimizer_bytes for one in ends if one.optimizer_bytes]
+    return replace(
+        costs,
+        agreement_s=statistics.median(of_last_s) if of_last_s else costs.agreement_s,
+        optimizer_s_per_byte=statistics.median(rates) if rates else costs.optimizer_s_per_byte,
+    )
 
 
 def _of_now(published: Collection[Measured]) -> list[Measured]:
@@ -169,9 +202,11 @@ def alike(one: Costs, other: Costs) -> bool:
     hold for both.
     """
     noise_s = _NOISE * statistics.median(layer.compute_s for layer in one.layers)
+    shortest_s = sum(layer.compute_s for layer in one.layers)  # of a step: the way of one microbatch
     return (
         _without_times(one) == _without_times(other)
         and abs(one.message_s() - other.message_s()) <= noise_s
+        and abs(_end_s(one) - _end_s(other)) <= _NOISE * shortest_s
         and all(
             abs(getattr(mine, kind) - getattr(theirs, kind)) <= noise_s
             for kind in ("forward_s", "input_grad_s", "weight_grad_s")
@@ -180,6 +215,20 @@ def alike(one: Costs, other: Costs) -> bool:
     )
 
 
+def _end_s(costs: Costs) -> float:
+    """Return the time of the agreement and of an optimizer of all layers."""
+    return costs.agreement_s + costs.optimizer_s_per_byte * sum(
+        one.optimizer_bytes for one in costs.all_layers
+    )
+
+
 def _without_times(costs: Costs) -> Costs:
     layers = (replace(one, forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0) for one in costs.layers)
-    return replace(costs, layers=tuple(layers), link_latency_s=0.0, link_bytes_per_s=1.0)
+    return replace(
+        costs,
+        layers=tuple(layers),
+        link_latency_s=0.0,
+        link_bytes_per_s=1.0,
+        agreement_s=0.0,
+        optimizer_s_per_byte=0.0,
+    )

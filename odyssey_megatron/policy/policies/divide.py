@@ -32,7 +32,7 @@ class Divide(Policy):
         return Sketch(
             make=layout,
             note=named(shape),
-            least_step_s=shape.estimate_s + costs.optimizer_s,
+            least_step_s=shape.estimate_s + costs.agreement_s,
             fatal_share=0.0,
         )
 

@@ -59,7 +59,7 @@ def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mappin
     speeds = None if slow else case.speeds
     # The estimate knows neither how much memory the fullest worker of other pipelines leaves, nor slow links.
     is_exact = costs.memory_bytes is not None and not costs.slow_links
-    least_s = (found.estimate_s if is_exact else found.least_s) + costs.optimizer_s
+    least_s = (found.estimate_s if is_exact else found.least_s) + costs.agreement_s
     if speeds or not is_exact:
         bound_s = cluster_bound_s(case.job.num_microbatches, costs, case.alive, case.speeds)
         least_s = max(least_s, bound_s)

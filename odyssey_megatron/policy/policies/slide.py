@@ -33,7 +33,7 @@ class Slide(Policy):
         return Sketch(
             make=layout,
             note=shape.note,
-            least_step_s=shape.estimate_s + costs.optimizer_s,
+            least_step_s=shape.estimate_s + costs.agreement_s,
             fatal_share=0.0,
         )
 

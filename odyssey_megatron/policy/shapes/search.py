@@ -29,15 +29,20 @@ if TYPE_CHECKING:
     from odyssey_megatron.policy.shapes.slide import Slid
 
 
-@lru_cache(maxsize=2)
 def search_for(
     costs: Costs, budget_bytes: int | None, optimizer_copies: int = 0, *, revisits: bool = False
 ) -> Search:
     """Return the search for these costs, with what it has worked out so far, which the next decision reuses.
 
-    As in :mod:`odyssey_megatron.plan.scheduling.known`, those for the costs in use and for the next ones are kept.
-    ``revisits``: routes may visit a worker more than once.
+    As in :mod:`odyssey_megatron.plan.scheduling.known`, those for the costs in use and for the next ones are kept. It
+    does not know of agreement and optimizers: they count where the layouts that it finds are compared. ``revisits``:
+    routes may visit a worker more than once.
     """
+    return _search_for(costs.without_ends, budget_bytes, optimizer_copies, revisits)
+
+
+@lru_cache(maxsize=2)
+def _search_for(costs: Costs, budget_bytes: int | None, optimizer_copies: int, revisits: bool) -> Search:
     return Search(costs, budget_bytes, optimizer_copies, revisits=revisits)
 
 
