@@ -228,10 +228,8 @@ def estimated_profile(
 ) -> Profile:
     """Return the costs of a decoder-only transformer, estimated from FLOPs.
 
-    A matrix product costs 2 FLOPs per weight and token, as does each gradient. Attention scores cost ``2 * seq`` per
-    token and number (causal), twice that in the input gradient, nothing in the weight gradient. Activations are what a
-    fused attention keeps. With ``sequence_parallel`` a worker's GPUs share all of it; without, each keeps inputs of
-    norms, and of products after them, whole (Korthikanti et al., arXiv 2205.05198, 4.2).
+    Products cost 2 FLOPs per weight and token, as does each gradient; causal scores ``2 * seq`` per token and number,
+    twice that in the input gradient. Activations are those of a fused attention (arXiv 2205.05198, 4.2).
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
