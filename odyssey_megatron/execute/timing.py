@@ -45,8 +45,8 @@ class Stopwatch(Protocol):
         ...
 
     def between_s(self, began: Any, ended: Any) -> float:
-        """Return the seconds between two marks of one kind, which must have been made. It waits for what the
-        device has to do until the later one: for nothing, after the step's agreement, if that is before it.
+        """Return the seconds between two marks of one kind. They were made before a step's agreement, and
+        this is called after it, when all before it has run.
         """
         ...
 
@@ -150,6 +150,18 @@ class Trace:
         if self.measured:
             self.optimizer = began, self.stopwatch.mark()
 
+    def ending(self, step: int, optimizer_bytes: int) -> Callable[[], EndSeen] | None:
+        """Return what gives the end of ``step``, None if it was not timed; ``optimizer_bytes`` are of what is here."""
+        if self.optimizer is None:
+            return None
+        (began, ended), agreement_s, between_s = self.optimizer, self.agreement_s, self.stopwatch.between_s
+        return lambda: EndSeen(
+            step=step,
+            agreement_s=agreement_s,
+            optimizer_s=between_s(began, ended),
+            optimizer_bytes=optimizer_bytes,
+        )
+
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Leave the body out of the computing of the instruction in the middle of which it runs."""
@@ -239,6 +251,10 @@ class Measurements:
         self._sums: deque[tuple[SumSeen, ...]] = deque(maxlen=_KEPT)
         self._took: deque[StepSeen] = deque(maxlen=_KEPT)
         self._ends: deque[EndSeen] = deque(maxlen=_KEPT)
+        self._ending: Callable[[], EndSeen] | None = None
+        """Gives the end of the newest measured step, which a device may still be at. It is not waited for: by the next
+        measured step it is over.
+        """
         self._held: deque[HeldSeen] = deque(maxlen=_KEPT)
         self._uneven: deque[UnevenSeen] = deque(maxlen=_KEPT)
         self._exchanged: tuple[int, Exchanged, Summed] = (-1, {}, {})
@@ -277,14 +293,8 @@ class Measurements:
             optimizer_bytes: Of optimizer state that is here.
         """
         self._took.extend([took] if took else [])
-        if trace.optimizer:
-            seen = EndSeen(
-                step=step,
-                agreement_s=trace.agreement_s,
-                optimizer_s=trace.stopwatch.between_s(*trace.optimizer),
-                optimizer_bytes=optimizer_bytes,
-            )
-            self._ends.append(seen)
+        self._ends.extend([self._ending()] if self._ending else [])
+        self._ending = trace.ending(step, optimizer_bytes)
         self._steps.append((*_medians(step, trace), *_probe(step, trace)))
         self._uneven.extend(_uneven(step, trace))
         if self._wall is not None:

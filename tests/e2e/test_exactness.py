@@ -218,7 +218,7 @@ def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
 def test_a_job_may_start_with_the_best_layout(jobs, undisturbed, name):
     """Its pipelines are not those of the launch line; its numbers are."""
     flags = "--odyssey-layout auto --odyssey-inject rank=0,step=2,at=backward;rank=6,step=4,at=optimizer"
-    shot = jobs.run(name, ranks=8, stages=4, flags=flags)
+    shot = jobs.run(name, ranks=8, stages=2, flags=flags)
     assert_equal_runs(shot, undisturbed(), kills=2)
     rows = {row["name"]: row for row in shot.named("decision")[0]["candidates"]}
     assert rows["layout"]["chosen"]

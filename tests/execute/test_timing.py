@@ -65,10 +65,11 @@ class Ticks:
         return float(ended - began)
 
 
-def test_the_end_of_a_measured_step_is_told():
+def test_the_end_of_a_measured_step_is_told_behind_the_next_one():
+    """By then no device is still at it."""
     clock = Ticks()
     measurements = Measurements(2, lambda step: 1.0, stopwatch=clock)
-    for step in range(5):
+    for step in range(7):
         trace = measurements.trace(step)
         with trace.agreeing():
             clock.pass_by(50)

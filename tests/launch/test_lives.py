@@ -61,7 +61,7 @@ def test_wrong_numbers_twice_in_one_slot_are_its_gpu_s():
 def test_some_ends_are_final(code):
     assert lives().is_over(0, code)
     assert not lives().is_over(0, KILLED)
-    assert lives(limit=0).is_over(0, KILLED)
+    assert lives(limit=0).next_in_s(0, 0, KILLED, 101.0) is None, "it is given up"
 
 
 def test_early_deaths_that_nobody_misses_are_counted_apart():

@@ -156,7 +156,7 @@ def test_owners_compare_the_weights_of_their_slices_by_themselves(model):
     held.optimizer = model.holdings.optimizer_of(held, (half,))
 
     def seen(**how):
-        (found,) = digests([held], model.holdings.parts, model.holdings.stretches, **how)
+        found, _ = digests([held], model.holdings.parts, model.holdings.stretches, **how)
         return found
 
     before, state = seen(with_stepped=True), seen()
