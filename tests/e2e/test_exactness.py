@@ -217,9 +217,10 @@ def test_a_run_with_failures_equals_one_without(jobs, undisturbed, name, case):
 
 def test_a_job_may_start_with_the_best_layout(jobs, undisturbed, name):
     """Its pipelines are not those of the launch line; its numbers are."""
+    longer = "--seq-length 64"
     flags = "--odyssey-layout auto --odyssey-inject rank=0,step=2,at=backward;rank=6,step=4,at=optimizer"
-    shot = jobs.run(name, ranks=8, stages=2, flags=flags)
-    assert_equal_runs(shot, undisturbed(), kills=2)
+    shot = jobs.run(name, ranks=8, stages=4, flags=f"{longer} {flags}")
+    assert_equal_runs(shot, undisturbed(longer), kills=2)
     rows = {row["name"]: row for row in shot.named("decision")[0]["candidates"]}
     assert rows["layout"]["chosen"]
     assert rows["layout"]["step_s"] < rows["launch line"]["step_s"]
