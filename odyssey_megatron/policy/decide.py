@@ -168,8 +168,8 @@ def decide(
         now_s: the present, on the clock of ``state``'s times.
         among: names of the options to choose from; None: all.
         home: the failure-free layout, which is possible again if enough workers are back.
-        thorough: whether nobody waits for the decision, so that it also works out what later ones look up. The decision
-            is the same.
+        thorough: whether nobody waits for the decision, so that it also works out what later ones look up. With over
+            128 workers it also looks at more, and so may be a better one.
         rebalances: see ``Case.rebalances``.
 
     Raises:

