@@ -85,8 +85,8 @@ class Respawn:
         """Ranks that could not be started when they were due, of which people have been told."""
         self._left: set[int] = set()
         """Ranks that have left with their cell, and do not start again by themselves (``--odyssey-respawn 0``)."""
-        self._comes_back: set[int] = set()
-        """The workers whose ranks start again when they have left with their cell."""
+        self._awake: set[int] = set()
+        """The workers whose ranks start again when they have left with their cell, without the flag."""
         self._carried_out: dict[int, str] = {}
         """Worker -> the value of its ``keys.comes_back_key`` that has been carried out."""
 
@@ -125,7 +125,7 @@ class Respawn:
             self._arrange(rank)
         job = _job(self._control)
         in_s = self._lives.next_in_s(rank, slot, code, now_s)
-        if in_s is not None and (code != EXIT_FENCED or self._starts_fenced(rank, job)):
+        if in_s is not None and (code != EXIT_FENCED or self._comes_back(rank, job)):
             self._due.append((now_s + in_s, rank))
         elif in_s is not None and job and job.cell_size > 1:
             self._left.add(rank)
@@ -178,13 +178,13 @@ class Respawn:
         cell = numbers(worker, job.cell_size)
         return Readmitted(starts, slot, outlook(starts, cell, before=before, now=now, lacks=lacks))
 
-    def _starts_fenced(self, rank: int, job: JobSpec | None) -> bool:
-        """Whether ``rank``, which has not died but was told to leave, starts again by itself."""
-        return bool(self._config.respawn or (job and rank // job.cell_size in self._comes_back))
+    def _comes_back(self, rank: int, job: JobSpec | None) -> bool:
+        """Whether ``rank``, if it has not died but was told to leave, starts again by itself."""
+        return self._config.respawn > 0 or (job is not None and rank // job.cell_size in self._awake)
 
     def _wake(self, worker: int, cell_size: int, now_s: float) -> None:
         """Have the ranks of ``worker`` start that have left with it, now and from now on."""
-        self._comes_back.add(worker)
+        self._awake.add(worker)
         left = self._left.intersection(numbers(worker, cell_size))
         self._left -= left
         self._due.extend((now_s, rank) for rank in sorted(left))
@@ -241,10 +241,10 @@ class Respawn:
             self._control.put(keys.places_key(worker), "0")
         why = job.whole_cells_only or job.whole_shards_only
         if why and living and len(living) < min(job.cell_sizes):
-            waits = (
-                "stand by, and" if worker in self._comes_back or self._config.respawn else "have left, and"
+            waits = "stand by" if self._comes_back(ranks[0], job) else "have left"
+            say(
+                f"[odyssey] ranks {living} of {list(ranks)} {waits}, and do not go on as a smaller cell: {why}"
             )
-            say(f"[odyssey] ranks {living} of {list(ranks)} {waits} do not go on as a smaller cell: {why}")
         if not size or not self._places.is_all_here(worker, job.cell_size):
             return
         self._control.put(keys.places_key(worker), str(size))

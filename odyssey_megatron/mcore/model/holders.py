@@ -181,9 +181,8 @@ def decided(
     distributed optimizer, weights that others have stepped are no second opinion on it: where the owners of a layer's
     slices differ, in weights or state, and it is clear which of them is wrong, the other holders will be sent right
     weights again. Where the owners agree, weights were changed after they were sent, and most holders have the right
-    ones. A worker whose own ranks
-    differ has nothing that is right; but where they share out the state (``shares``), and so send each other weights,
-    somebody else's wrong ones make them differ.
+    ones. A worker whose own ranks differ has nothing that is right; but where they share out the state (``shares``),
+    and so send each other weights, somebody else's wrong ones make them differ.
 
     Returns:
         None if it is unclear for any difference who is right, or if nobody who is right would be left for some layer.

@@ -53,7 +53,7 @@ def _divided(search: Search, workers: int, microbatches: int, least: int) -> Ite
         return
     estimates = (one.estimate_s for one in search.partitions(workers, microbatches) if one.shares)
     below_s, found = min(estimates, default=inf) * WORTH, list[_Alike]()
-    proved_s = cluster_bound_s(microbatches, costs, range(workers)) - costs.agreement_s
+    proved_s = cluster_bound_s(microbatches, costs, range(workers))
     known: dict[tuple[int, int], _Kind] = {}
     for turned in (search, *search.turned) if proved_s < below_s else ():
         for number in range(max(2, least), min(workers, microbatches) + 1):

@@ -296,7 +296,7 @@ class Pipelines:
             return alone_s
         layout, done_s, tails = self._beside_each_other(shares)
         costs = self.splits.costs
-        joint_s = step_end_s(layout, costs, done_s, tails) - costs.agreement_s - self._least_late_s
+        joint_s = step_end_s(layout, costs, done_s, tails) - self._least_late_s
         self._true_s[shares[-1]] = max(joint_s, self._true_s[shares[-1]])
         return joint_s
 

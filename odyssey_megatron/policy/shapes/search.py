@@ -56,6 +56,7 @@ class Search:
     looked at for the most promising numbers of pipelines (``partition.py``).
 
     Args:
+        costs: without a step's end (``Costs.without_ends``).
         optimizer_copies: number of copies of each layer's optimizer state; 0: one with every holder.
         revisits: whether routes that visit workers more than once are looked at, too.
         sums: number of copies of optimizer state to whose owners gradients go, if ``costs`` already count with them.

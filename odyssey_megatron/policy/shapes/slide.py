@@ -73,7 +73,7 @@ def _slid(search: Search, workers: int, microbatches: int, thorough: bool) -> Sl
     costs = search.splits.costs
     estimates = (one.estimate_s for one in search.partitions(workers, microbatches) if one.shares)
     below_s, best = min(estimates, default=inf) * WORTH, None
-    if cluster_bound_s(microbatches, costs, range(workers)) - costs.agreement_s >= below_s:
+    if cluster_bound_s(microbatches, costs, range(workers)) >= below_s:
         return None
     slides = sorted(
         (
@@ -174,22 +174,22 @@ class _Slide:
                 bound_s = lower_bound_s(self._summed(layout), costs, {}, caps_for(layout, costs))
             except PlanInfeasible:
                 break
-            found.append((self, bound_s - costs.agreement_s, layout))
-            if len(found) > 1 and bound_s - costs.agreement_s >= found[-2][1]:
+            found.append((self, bound_s, layout))
+            if len(found) > 1 and bound_s >= found[-2][1]:
                 break
         return found
 
     def step_s(self, layout: Layout, below_s: float, thorough: bool) -> float:
         """Return the step of a ``layout`` of :meth:`bounded`, without the optimizer; infinite if not ``below_s``."""
         costs, summed = self.costs, self._summed(layout)
-        before_s = computed_before_s(summed, costs, (below_s + costs.agreement_s) * SLACK)
+        before_s = computed_before_s(summed, costs, below_s * SLACK)
         try:
             order = order_routes(
                 summed, costs, in_flight_cap=caps_for(layout, costs), before_s=before_s, thorough=thorough
             )
         except PlanInfeasible:
             return inf
-        return step_end_s(summed, costs, order.done_s, order.tails()) - costs.agreement_s
+        return step_end_s(summed, costs, order.done_s, order.tails())
 
     def _summed(self, layout: Layout) -> Layout:
         """Return ``layout`` with gradients summed for as many owners as the job has."""
