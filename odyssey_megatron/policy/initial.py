@@ -143,11 +143,11 @@ def _turned(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
     """Yield the launch line's pipelines with routes that visit workers more than once, for its virtual stages."""
     costs, workers = profile.costs, own.workers
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-    for turned in search.turned:
-        if turned.splits.most_stages < job.pipeline_model_parallel_size:
+    for other in search.revisiting:
+        if other.splits.most_stages < job.pipeline_model_parallel_size:
             continue
         try:
-            shape = turned.shape(len(workers), job.num_microbatches, len(own.routes))
+            shape = other.shape(len(workers), job.num_microbatches, len(own.routes))
         except PlanInfeasible:
             continue
         yield place(shape, workers, own, costs)

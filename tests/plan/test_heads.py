@@ -24,7 +24,7 @@ TWO = layout_from_routes(
         pipeline_route((3, 4, 5), (2, 4, 6), (1, 3, 5, 7)),
     ),
 )
-TURNED = layout_from_routes(6, (ways.route((0, 1), (4, 6), 2, (0, 1, 2)),))
+TURNED = layout_from_routes(6, (ways.route((0, 1), (4, 6), ways.V, (0, 1, 2)),))
 ALONE = layout_from_routes(6, (pipeline_route((0,), (6,), (0, 1)),))
 LAYOUTS = {
     "pipelines": TWO,

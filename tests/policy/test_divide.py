@@ -36,7 +36,7 @@ def test_who_computes_what_is_left_over_holds_it_anyway(workers, microbatches):
         assert layout.check().num_microbatches == microbatches
         assert set(layout.workers) == {*range(workers)}
         assert 0 < len(shape.further) == microbatches - sum(shape.shares) < len(shape.ends)
-        held = [spans for ends in shape.ends for spans in ways.spans(ends, shape.legs)]
+        held = [spans for ends in shape.ends for spans in ways.spans(ends, shape.way)]
         for route in shape.further:
             assert all(any(a <= first and end <= b for a, b in held[seat]) for seat, first, end in route)
             assert all(one[0] != other[0] for one, other in pairwise(route))
@@ -56,7 +56,7 @@ def test_what_is_left_over_costs_no_memory_that_is_not_there():
         assert all(
             sum(spans.kept_bytes(a, b) for a, b in each) <= room
             for ends in shape.ends
-            for each in ways.spans(ends, shape.legs)
+            for each in ways.spans(ends, shape.way)
         )
 
 

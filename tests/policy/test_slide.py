@@ -105,7 +105,7 @@ def test_no_layout_is_below_the_estimate_of_its_whole_pipelines(workers, microba
     """For which most shapes are left out without a layout."""
     costs, looked_at = preset_profile("llama2-7b", "h100").costs, 0
     search = Search(costs, costs.memory_bytes, copies, revisits=True)
-    for own, number in itertools.product((search, *search.turned), range(2, 17)):
+    for own, number in itertools.product((search, *search.revisiting), range(2, 17)):
         for stages in range(workers // number + 1, -(-workers // (number - 1))):
             one = _Slide.of(own, number, stages, workers, microbatches)
             for _, bound_s, _ in one.bounded() if one else ():

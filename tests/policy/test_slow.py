@@ -61,9 +61,9 @@ def test_the_knapsack_finds_the_most(seed):
 
 def slowest_s(splits, ends, place_of_slow, slow):
     """The longest time that a stage takes for a microbatch; infinite if it does not fit."""
-    cut = cut_of(splits.costs, splits.legs)
+    cut = cut_of(splits.costs, splits.way)
     times_s = {
-        one: stage_times_s(splits.costs, cut, splits.budget, splits.legs, one) for one in (slow, Slow(1.0))
+        one: stage_times_s(splits.costs, cut, splits.budget, splits.way, one) for one in (slow, Slow(1.0))
     }
     return max(
         times_s[slow if at == place_of_slow else Slow(1.0)][a, b]
@@ -71,20 +71,20 @@ def slowest_s(splits, ends, place_of_slow, slow):
     )
 
 
-@pytest.mark.parametrize("legs", [1, 2])
+@pytest.mark.parametrize("way", [ways.ONCE, ways.V, ways.Way(2)])
 @pytest.mark.parametrize("memory", [None, 70, 50])
 @pytest.mark.parametrize(
     "slow", [Slow(0.8), Slow(0.4), Slow(0.5, Share(0.5)), Slow(1.0, Share(0.25)), Slow(0.5, Share(0.5, 0.5))]
 )
-def test_no_place_and_no_cut_is_faster(slow, memory, legs):
+def test_no_place_and_no_cut_is_faster(slow, memory, way):
     costs = uniform_costs(9, ends=True)
-    splits = Splits(costs, memory, legs=legs)
+    splits = Splits(costs, memory, way=way)
     (sort,) = splits.sorts.numbers([slow])
     for stages in range(1, min(5, splits.most_stages) + 1):
         every = []
         for cut in combinations(range(1, splits.last), stages - 1):
             ends = (*cut, splits.last)
-            windows = (ways.window(at, stages, splits.last, legs) for at in range(stages))
+            windows = (ways.window(at, stages, splits.last, way) for at in range(stages))
             if all(low <= end <= high for end, (low, high) in zip(ends, windows, strict=True)):
                 every += [slowest_s(splits, ends, at, slow) for at in range(stages)]
         kind = mixed(stages, sort)

@@ -66,7 +66,7 @@ class Balanced:
             ends=tuple(ends),
             shares=min_max_shares(num_microbatches, each),
             estimate_s=self._estimate_s(lengths, num_microbatches, pipelines),
-            legs=self.splits.legs,
+            way=self.splits.way,
         )
 
     def sums_s(self, stages: int, pipelines: int) -> tuple[float, float]:

@@ -6,23 +6,23 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from odyssey_megatron.policy.shapes.ways import window
+from odyssey_megatron.policy.shapes.ways import ONCE, Way, window
 
 
 def recut(
-    work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...], legs: int = 1
+    work: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...], way: Way = ONCE
 ) -> tuple[int, ...]:
     """Return new stage ends with the least maximum of work / capacity, and among those the least movement.
 
-    Each stage has at least one transformer layer. With several ``legs`` ``work`` is in the order of
-    :func:`odyssey_megatron.policy.shapes.ways.turns`.
+    Each stage has at least one transformer layer. ``work`` is in the order of
+    :func:`odyssey_megatron.policy.shapes.ways.in_turn`.
     """
     last, stages = len(work), len(ends)
     sums = [0.0, *accumulate(work)]
-    limit = _least_limit(sums, capacity, ends, legs)
+    limit = _least_limit(sums, capacity, ends, way)
     best: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
     for stage in range(stages):
-        low, high = window(stage, stages, last, legs)
+        low, high = window(stage, stages, last, way)
         reached: dict[int, tuple[float, int, tuple[int, ...]]] = {}
         for start, (slowest, moved, path) in best.items():
             for end in range(max(low, start + 1), high + 1):
@@ -37,7 +37,7 @@ def recut(
     return best[last][2] if last in best else ends
 
 
-def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...], legs: int) -> float:
+def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[int, ...], way: Way) -> float:
     """Return the least maximum of work / capacity, to nine digits, so that loads that are equal on paper are within it.
 
     It is bisected; filling the stages greedily shows whether a limit is enough.
@@ -47,7 +47,7 @@ def _least_limit(sums: Sequence[float], capacity: Sequence[float], ends: tuple[i
     def enough(limit: float) -> bool:
         start = 0
         for stage in range(stages):
-            low, high = window(stage, stages, last, legs)
+            low, high = window(stage, stages, last, way)
             room = sums[start] + limit * capacity[stage]
             if sums[low] > room:
                 return False

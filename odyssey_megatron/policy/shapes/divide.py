@@ -13,7 +13,6 @@ from itertools import chain, islice, pairwise
 from math import inf
 
 from odyssey_megatron.plan.checking.bound import cluster_bound_s
-from odyssey_megatron.policy.shapes import ways
 from odyssey_megatron.policy.shapes.pipelines import MANY_WORKERS, WORTH
 from odyssey_megatron.policy.shapes.search import Search
 from odyssey_megatron.policy.shapes.seating import Further, PipelineShapes
@@ -55,7 +54,7 @@ def _divided(search: Search, workers: int, microbatches: int, least: int) -> Ite
     below_s, found = min(estimates, default=inf) * WORTH, list[_Alike]()
     proved_s = cluster_bound_s(microbatches, costs, range(workers))
     known: dict[tuple[int, int], _Kind] = {}
-    for turned in (search, *search.turned) if proved_s < below_s else ():
+    for turned in (search, *search.turning) if proved_s < below_s else ():
         for number in range(max(2, least), min(workers, microbatches) + 1):
             kinds = _kinds(turned.sharing(number), workers, number, known)
             if kinds and microbatches * max(kind.hops for kind, _ in kinds) <= _MOST_VISITS:
@@ -171,7 +170,7 @@ class _Alike:
                     ends=tuple(self.splits.split(len(one.stages)) or () for one in each),
                     shares=tuple(counts),
                     estimate_s=max(self.likely_s, time_s),
-                    legs=self.splits.legs,
+                    way=self.splits.way,
                     further=further,
                 )
         return None
@@ -222,6 +221,6 @@ def named(shape: PipelineShapes) -> str:
     """
     lengths, left = [len(ends) for ends in shape.ends], len(shape.further)
     return (
-        f"{len(lengths)} pipelines of {sum(lengths)} workers{ways.LEGS.get(shape.legs, '')}, and {left} of "
+        f"{len(lengths)} pipelines of {sum(lengths)} workers{shape.way.text}, and {left} of "
         f"{sum(shape.shares) + left} microbatches through several of them"
     )

@@ -32,6 +32,7 @@ from odyssey_megatron.policy.shapes.pipelines import (
 )
 from odyssey_megatron.policy.shapes.shares import SLACK
 from odyssey_megatron.policy.shapes.splits import Splits
+from odyssey_megatron.policy.shapes.ways import ONCE, Way
 
 if TYPE_CHECKING:
     from odyssey_megatron.policy.shapes.search import Search
@@ -79,8 +80,8 @@ class Partition:
     """A lower bound for any schedule of its pipelines, whatever memory their workers have, however sums are cut."""
     shares: Shares = ()
     """Empty if they were not worked out, as the partition cannot be better than others."""
-    legs: int = 1
-    """How often routes go through the workers of a pipeline (:mod:`odyssey_megatron.policy.shapes.ways`)."""
+    way: Way = ONCE
+    """How routes go through the workers of a pipeline."""
 
 
 def ranked(
@@ -90,7 +91,7 @@ def ranked(
 
     A single pipeline is worked out last: its next loss ends the job, so that it is only wanted if it is faster than all
     others. Then follow partitions whose routes visit workers more than once. Of these only the most promising numbers
-    of pipelines are looked at. They must be better by ``WORTH``, and those with the next number of legs by
+    of pipelines are looked at. The first such way that is taken must be better by ``WORTH``, and the next ones by
     ``WORTH_TWICE``.
     """
     look = _Look(search, workers, (), microbatches, thorough)
@@ -102,7 +103,7 @@ def ranked(
         for estimate_s, number in numbers
     }
     partitions = look.over(found, numbers, inf)
-    return tuple(sorted(partitions, key=lambda one: (one.estimate_s, not one.shares, one.legs, one.number)))
+    return tuple(sorted(partitions, key=lambda one: (one.estimate_s, not one.shares, one.way, one.number)))
 
 
 def _without_sums_s(splits: Splits, estimate_s: float, pipelines: int) -> float:
@@ -127,10 +128,10 @@ def ranked_with_slow(
         with_them = search.ranked(workers + len(slow), microbatches)
         numbers += tuple(one for one in with_them if one[1] not in known)
     numbers = tuple(sorted(numbers, key=lambda one: (one[1] == 1, one)))
-    least_s = min((one.estimate_s for one in without if one.shares and one.legs == 1), default=inf)
+    least_s = min((one.estimate_s for one in without if one.shares and one.way == ONCE), default=inf)
     better = [one for one in look.over({}, numbers, least_s, without) if one.shares]
     return tuple(
-        sorted((*better, *without), key=lambda one: (one.estimate_s, not one.shares, one.legs, one.number))
+        sorted((*better, *without), key=lambda one: (one.estimate_s, not one.shares, one.way, one.number))
     )
 
 
@@ -158,7 +159,7 @@ class _Look:
         least_s: float,
         known: Sequence[Partition] = (),
     ) -> list[Partition]:
-        """Return ``found``, with what is better than ``least_s``, and better routes with more legs.
+        """Return ``found``, with what is better than ``least_s``, and better ways with more legs.
 
         ``known``: partitions that have to be beaten.
         """
@@ -166,18 +167,18 @@ class _Look:
         partitions = [*found.values()]
         behind = 1.0 if self.workers > MANY_WORKERS else _BEHIND
         worth = WORTH
-        for turned in self.search.turned:
-            of_these = (one.estimate_s for one in known if one.shares and one.legs == turned.splits.legs)
+        for other in self.search.revisiting:
+            of_these = (one.estimate_s for one in known if one.shares and one.way == other.splits.way)
             limit_s = min([least_s * worth, *of_these])
             # A pipeline of one worker has nowhere to turn, and workers beyond the longest pipelines would idle.
             numbers = [
                 (estimate_s, number)
-                for estimate_s, number in turned.ranked(self.workers, self.microbatches)
+                for estimate_s, number in other.ranked(self.workers, self.microbatches)
                 if (estimate_s < limit_s * behind or self.slow)
-                and 1 < self.workers // number <= turned.splits.most_stages
+                and 1 < self.workers // number <= other.splits.most_stages
             ]
             better: dict[int, Partition] = {}
-            limit_s = self._at(better, turned, numbers[: 2 * _PROMISING], self._trusts, limit_s)
+            limit_s = self._at(better, other, numbers[: 2 * _PROMISING], self._trusts, limit_s)
             if better:
                 least_s, worth = limit_s, WORTH_TWICE
             partitions += better.values()
@@ -293,6 +294,6 @@ def _best(
         estimate_s=best_s,
         least_s=max(own.least_s(*each) for each in dict.fromkeys(shares)),
         shares=shares,
-        legs=own.splits.legs,
+        way=own.splits.way,
     )
     return one, true is not None

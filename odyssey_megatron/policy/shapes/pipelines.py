@@ -358,4 +358,4 @@ class Pipelines:
         return self._known_ends[key]
 
     def _hops(self, kind: int) -> tuple[ways.Visit, ...]:
-        return ways.visits(self.splits.split(kind) or (), self.splits.legs)
+        return ways.visits(self.splits.split(kind) or (), self.splits.way)

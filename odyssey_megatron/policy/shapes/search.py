@@ -24,6 +24,7 @@ from odyssey_megatron.policy.shapes.pipelines import MANY_WORKERS, Pipelines, Sh
 from odyssey_megatron.policy.shapes.seating import PipelineShapes
 from odyssey_megatron.policy.shapes.splits import Splits
 from odyssey_megatron.policy.shapes.turns import TURNS, Preempted
+from odyssey_megatron.policy.shapes.ways import ONCE, Way
 
 if TYPE_CHECKING:
     from odyssey_megatron.policy.shapes.slide import Slid
@@ -60,7 +61,7 @@ class Search:
         optimizer_copies: number of copies of each layer's optimizer state; 0: one with every holder.
         revisits: whether routes that visit workers more than once are looked at, too.
         sums: number of copies of optimizer state to whose owners gradients go, if ``costs`` already count with them.
-        legs, ample, sorts: see :class:`Splits`.
+        way, ample, sorts: see :class:`Splits`.
     """
 
     def __init__(
@@ -70,20 +71,24 @@ class Search:
         optimizer_copies: int = 0,
         *,
         revisits: bool = False,
-        legs: int = 1,
+        way: Way = ONCE,
         ample: Splits | None = None,
         sorts: Sorts | None = None,
         sums: int | None = None,
     ) -> None:
-        self.splits = Splits(costs, budget_bytes, legs=legs, sorts=sorts, ample=ample)
+        self.splits = Splits(costs, budget_bytes, way=way, sorts=sorts, ample=ample)
         self.copies = optimizer_copies
         self.balanced = Balanced(self.splits, optimizer_copies if sums is None else sums)
-        self.turned = tuple(
-            Search(costs, budget_bytes, optimizer_copies, legs=more, sorts=self.splits.sorts)
-            for more in ways.LEGS
+        self.revisiting = tuple(
+            Search(costs, budget_bytes, optimizer_copies, way=more, sorts=self.splits.sorts)
+            for more in ways.MORE
             if revisits
         )
-        """Searches for the same job with more legs."""
+        """Searches for the same job with ways that have more legs."""
+        self.turning = tuple(one for one in self.revisiting if one.splits.way.turns)
+        """Those of them whose ways turn. ``divide`` and ``slide``, which try few shapes, look at these only: among more
+        ways, shapes that are estimated too well leave no try for better ones.
+        """
         self.divided: dict[tuple[int, int, int], tuple[PipelineShapes, ...]] = {}
         """What ``policy/shapes/divide.py`` has found."""
         self.slid: dict[tuple[int, int], Slid | None] = {}
@@ -106,7 +111,7 @@ class Search:
         rounded = max(0, pipelines.bit_length() - (4 if pipelines < 16 else 3))
         pipelines, splits = pipelines >> rounded << rounded, self.splits
         # Of the weight that embedding and head share, a pipeline has a second holder if these are on two workers.
-        ends = 2 if splits.costs.tied and splits.legs == 1 else 1
+        ends = 2 if splits.costs.tied and not splits.way.turns else 1
         if splits.budget is None or not 0 < self.copies < pipelines * ends:
             return self
         if pipelines not in self._shared:
@@ -131,14 +136,14 @@ class Search:
         return Search(
             splits.costs.with_layers(layers),
             splits.budget,
-            legs=splits.legs,
+            way=splits.way,
             ample=splits.ample,
             sorts=splits.sorts,
             sums=self.balanced.sums,
         )
 
-    def _with_legs(self, legs: int) -> Search:
-        (found,) = (one for one in (self, *self.turned) if one.splits.legs == legs)
+    def _with(self, way: Way) -> Search:
+        (found,) = (one for one in (self, *self.revisiting) if one.splits.way == way)
         return found
 
     # -- pipelines of any lengths ---------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ class Search:
                     else partition.ranked(self, workers, microbatches, thorough=thorough)
                 )
             except Preempted:  # it is to take the same way when it starts over: orders are kept elsewhere
-                for search in (self, *self.turned):
+                for search in (self, *self.revisiting):
                     for one in (search, *search._shared.values()):
                         one._pipelines.pop((workers, sorts, microbatches), None)
                 raise
@@ -191,7 +196,7 @@ class Search:
 
     def shape_of(self, found: Partition, num_workers: int, num_microbatches: int) -> PipelineShapes:
         """Return ``found`` with its stages. Raises PlanInfeasible."""
-        search = self._with_legs(found.legs)
+        search = self._with(found.way)
         if not found.shares:
             return search.shape(num_workers, num_microbatches, found.number)
         splits = search.sharing(found.number).splits
@@ -207,7 +212,7 @@ class Search:
             slow=tuple(slow),
             shares=tuple(count for _, count in found.shares),
             estimate_s=found.estimate_s,
-            legs=found.legs,
+            way=found.way,
         )
 
     def weights_late_s(self, number: int, num_workers: int, shares: Shares = ()) -> float:
@@ -227,7 +232,7 @@ class Search:
             costs, routes, alike = splits.costs, list[Route](), dict[int, int]()
             for at, (ends, count) in enumerate(pipelines):
                 workers = range(len(alike), len(alike) + len(ends))
-                routes.append(ways.route(workers, ends, splits.legs, (at,)))
+                routes.append(ways.route(workers, ends, splits.way, (at,)))
                 alike |= dict.fromkeys(workers, count)
             layout = layout_from_routes(len(costs.layers), tuple(routes), tied=costs.tied is not None)
             layout = replace(layout, copies=self.copies)
@@ -238,17 +243,16 @@ class Search:
         """Return the part of :meth:`weights_late_s` of ``found`` that its estimate does not include."""
         if found.shares and num_workers <= MANY_WORKERS:
             return least_late_s(self.splits.costs, found.number, self.copies)
-        return self._with_legs(found.legs).weights_late_s(found.number, num_workers, found.shares)
+        return self._with(found.way).weights_late_s(found.number, num_workers, found.shares)
 
     def lengths(self, found: Partition, num_workers: int) -> str:
         """Describe the stages of each pipeline, and how routes go through them: ``8+8+7``, or ``125x8+3x7`` if there
         are many.
         """
-        way = ways.LEGS.get(found.legs, "")
         counts = [*Counter(stages_of(kind) for kind, _ in found.shares).items()] or even(
             num_workers, found.number, self.splits.most_stages
         )
-        return lengths_text(counts) + way
+        return lengths_text(counts) + found.way.text
 
     # -- balanced pipelines ---------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from odyssey_megatron.policy.shapes import ways
 from odyssey_megatron.policy.shapes.cuts import recut
 from odyssey_megatron.policy.shapes.kinds import Slow
 from odyssey_megatron.policy.shapes.shares import Rate, deal, min_max_shares
+from odyssey_megatron.policy.shapes.ways import ONCE, Way
 
 Further = tuple[tuple[int, int, int], ...]
 """The hops of one microbatch: (seat, first layer, last). Seats are counted through all pipelines."""
@@ -24,12 +25,12 @@ class PipelineShapes:
 
     ends: tuple[tuple[int, ...], ...]
     """For each pipeline, where each stage ends, in the order of :mod:`odyssey_megatron.policy.shapes.ways` with
-    ``legs``.
+    ``way``.
     """
     shares: tuple[int, ...]
     """Number of microbatches of each pipeline."""
     estimate_s: float
-    legs: int = 1
+    way: Way = ONCE
     slow: tuple[tuple[int, Slow], ...] = ()
     """(seat, the sort of slow worker that it is cut for)."""
     further: tuple[Further, ...] = ()
@@ -56,7 +57,7 @@ def place(
     seats = [
         previous.with_tied(layer for first, last in spans for layer in range(first, last))
         for ends in shape.ends
-        for spans in ways.spans(ends, shape.legs)
+        for spans in ways.spans(ends, shape.way)
     ]
     if len(seats) - len(shape.slow) > len(workers):
         raise PlanInfeasible(f"{len(seats)} stages need as many workers, {len(workers)} are alive")
@@ -78,7 +79,7 @@ def place(
         shape = _at_speed(shape, pipelines, costs, speeds)
     own = deal((*shape.shares, *(1 for _ in shape.further)))
     routes = (
-        ways.route(pipeline, ends, shape.legs, microbatches)
+        ways.route(pipeline, ends, shape.way, microbatches)
         for pipeline, ends, microbatches in zip(pipelines, shape.ends, own, strict=False)
     )
     further = (
@@ -140,12 +141,12 @@ def _at_speed(
     shape: PipelineShapes, pipelines: Sequence[tuple[int, ...]], costs: Costs, speeds: Mapping[int, float]
 ) -> PipelineShapes:
     """Return ``shape`` with boundaries and shares for the speeds of the workers on its seats."""
-    work = [costs.layers[layer].compute_s for layer in ways.turns(len(costs.layers), shape.legs)]
+    work = [costs.layers[layer].compute_s for layer in ways.in_turn(len(costs.layers), shape.way)]
     cuts, rates = [], []
     for pipeline, ends in zip(pipelines, shape.ends, strict=True):
         capacity = [speeds.get(worker, 1.0) for worker in pipeline]
-        cut = recut(work, capacity, ends, shape.legs) if min(capacity) < 1.0 else ends
-        visits = ways.visits(cut, shape.legs)
+        cut = recut(work, capacity, ends, shape.way) if min(capacity) < 1.0 else ends
+        visits = ways.visits(cut, shape.way)
         times = [0.0] * len(pipeline)
         for place, a, b in visits:
             times[place] += costs.spans.compute_s(a, b) / capacity[place]
@@ -158,5 +159,5 @@ def _at_speed(
         ends=tuple(cuts),
         shares=min_max_shares(sum(shape.shares), rates),
         estimate_s=shape.estimate_s,
-        legs=shape.legs,
+        way=shape.way,
     )

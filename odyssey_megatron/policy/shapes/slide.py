@@ -78,7 +78,7 @@ def _slid(search: Search, workers: int, microbatches: int, thorough: bool) -> Sl
     slides = sorted(
         (
             one
-            for turned in (search, *search.turned)
+            for turned in (search, *search.turning)
             for number in range(2, min(workers, microbatches) + 1)
             for stages in range(workers // number + 1, -(-workers // (number - 1)))
             if (one := _Slide.of(turned, number, stages, workers, microbatches))
@@ -110,7 +110,7 @@ class _Slide:
         microbatches: int,
     ) -> None:
         self.search = search
-        self.costs, self.legs, self.ends, self.number = splits.costs, splits.legs, ends, number
+        self.costs, self.way, self.ends, self.number = splits.costs, splits.way, ends, number
         self.microbatches, stages = microbatches, len(ends)
         self.lacks = number * stages - workers
         self.each = microbatches * stages / workers
@@ -120,18 +120,18 @@ class _Slide:
         )
         self.places = [0] * ends[-1]
         """The stage of each layer."""
-        for place, first, last in ways.visits(ends, self.legs):
+        for place, first, last in ways.visits(ends, self.way):
             self.places[first:last] = [place] * (last - first)
-        self.legs_of = ways.legs_of(ends[-1], self.legs)
-        self.windows = windows(stages, self.lacks, self.legs)
+        self.legs_of = ways.legs_of(ends[-1], self.way.legs)
+        self.windows = windows(stages, self.lacks, self.way.legs)
 
     @classmethod
     def of(cls, search: Search, number: int, stages: int, workers: int, microbatches: int) -> _Slide | None:
         """Return that of ``number`` pipelines of ``stages``; None if they do not fit, or are too large.
 
-        ``search`` says how many legs they have.
+        ``search`` says which way routes go.
         """
-        if microbatches * stages * search.splits.legs > _MOST_VISITS:
+        if microbatches * stages * search.splits.way.legs > _MOST_VISITS:
             return None
         splits = search.sharing(number).splits
         ends = splits.split(stages) if stages <= splits.most_stages else None
@@ -157,8 +157,8 @@ class _Slide:
     @property
     def note(self) -> str:
         """What is special about it, for tables."""
-        stages, way = len(self.ends), ways.LEGS.get(self.legs, "")
-        return f"{self.number} pipelines of {stages}{way}, one with {self.lacks} fewer, whose gap slides"
+        stages = len(self.ends)
+        return f"{self.number} pipelines of {stages}{self.way.text}, one with {self.lacks} fewer, whose gap slides"
 
     def bounded(self) -> list[tuple[_Slide, float, Layout]]:
         """Return (this, a lower bound of the step, layout) with several numbers of microbatches for the short pipeline.
@@ -223,7 +223,7 @@ class _Slide:
             for place in places:
                 seat = min(range(place, len(load), stages), key=load.__getitem__)
                 helper[leg, place] = seat
-                load[seat] += 1 / self.legs
+                load[seat] += 1 / self.way.legs
         return [
             helper[leg, place]
             if place in gaps[leg]

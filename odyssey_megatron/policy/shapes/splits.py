@@ -18,6 +18,7 @@ from odyssey_megatron.policy.shapes.cuts import place_within
 from odyssey_megatron.policy.shapes.kinds import Slow, Sorts, sort_of, stages_of
 from odyssey_megatron.policy.shapes.shares import SLACK
 from odyssey_megatron.policy.shapes.stages import Stage
+from odyssey_megatron.policy.shapes.ways import ONCE, Way
 
 _HEALTHY = Slow(1.0)
 
@@ -44,7 +45,7 @@ class Splits:
 
     Args:
         budget_bytes: memory of a worker; None: unlimited.
-        legs: how often a route goes through its pipeline's workers.
+        way: how routes go through their pipeline's workers.
         sorts: the sorts of slow workers, by number.
         ample: the splits for the same times with unlimited memory, if there are some already.
     """
@@ -54,16 +55,16 @@ class Splits:
         costs: Costs,
         budget_bytes: int | None = None,
         *,
-        legs: int = 1,
+        way: Way = ONCE,
         sorts: Sorts | None = None,
         ample: Splits | None = None,
     ):
-        self.costs, self.budget, self.legs, self.sorts = costs, budget_bytes, legs, sorts or Sorts()
+        self.costs, self.budget, self.way, self.sorts = costs, budget_bytes, way, sorts or Sorts()
         self.last = len(costs.layers)
-        self.most_stages = max(1, (self.last - 2) // legs)
-        self.ample = ample or (Splits(costs, legs=legs) if budget_bytes is not None else None)
-        self._cut = cut_of(costs, legs)
-        times_s = stage_times_s(costs, self._cut, budget_bytes, legs)
+        self.most_stages = max(1, (self.last - 2) // way.legs)
+        self.ample = ample or (Splits(costs, way=way) if budget_bytes is not None else None)
+        self._cut = cut_of(costs, way)
+        times_s = stage_times_s(costs, self._cut, budget_bytes, way)
         self._limits = array("d", np.unique(times_s[(times_s > 0.0) & (times_s < inf)]))
         """All times that the slowest stage can take, ascending."""
         self._tables = {-1: _table(times_s)}
@@ -106,7 +107,7 @@ class Splits:
         """Return the same without keeping it for later calls: those of all kinds would be most of a search's memory."""
         found, spans = self._split(kind) or Split(()), self.costs.spans
         own: list[list[tuple[int, int, int]]] = [[] for _ in found.ends]
-        for hop, (place, first, last) in enumerate(ways.visits(found.ends, self.legs)):
+        for hop, (place, first, last) in enumerate(ways.visits(found.ends, self.way)):
             own[place].append((hop, first, last))
         stages = []
         for place, (visits, (a, b)) in enumerate(zip(own, pairwise((0, *found.ends)), strict=True)):
@@ -142,14 +143,14 @@ class Splits:
 
     def _table(self, sort: int) -> Table:
         if sort not in self._tables:
-            times_s = stage_times_s(self.costs, self._cut, self.budget, self.legs, self.sorts[sort])
+            times_s = stage_times_s(self.costs, self._cut, self.budget, self.way, self.sorts[sort])
             self._tables[sort] = _table(times_s)
         return self._tables[sort]
 
     def _split(self, kind: int) -> Split | None:
         if kind not in self._found:
             windows = [
-                ways.window(stage, stages_of(kind), self.last, self.legs) for stage in range(stages_of(kind))
+                ways.window(stage, stages_of(kind), self.last, self.way) for stage in range(stages_of(kind))
             ]
             self._found[kind] = (
                 self._with_slow(windows, self._table(sort_of(kind)))
@@ -171,7 +172,7 @@ class Splits:
     def _without_slow(self, windows: Sequence[Window]) -> Split | None:
         tables = [self._table(-1)] * len(windows)
         limit_s = least_limit_s(self._limits, lambda limit_s: fits(tables[0], windows, limit_s))
-        return None if limit_s is None else Split(even(tables, windows, limit_s * SLACK))
+        return None if limit_s is None else Split(even(tables, windows, limit_s * SLACK, self.way))
 
     def _with_slow(self, windows: Sequence[Window], slow: Table) -> Split | None:
         healthy = self._table(-1)
@@ -185,18 +186,20 @@ class Splits:
             return None
         at = place(limit_s)
         tables = [slow if stage == at else healthy for stage in range(len(windows))]
-        return Split(even(tables, windows, limit_s * SLACK), at)
+        return Split(even(tables, windows, limit_s * SLACK, self.way), at)
 
 
-def cut_of(costs: Costs, legs: int) -> Spans:
-    """Return what pipelines are cut from: the layers in the order of :func:`ways.turns`."""
-    if legs == 1:
+def cut_of(costs: Costs, way: Way) -> Spans:
+    """Return what pipelines are cut from: the layers in the order of :func:`ways.in_turn`."""
+    if way == ONCE:
         return costs.spans
-    return Spans([costs.layers[layer] for layer in ways.turns(len(costs.layers), legs)])
+    # Where the way turns, one worker has embedding and head, and their weight once: see ``stage_times_s``.
+    tied = None if way.turns else costs.tied
+    return Spans([costs.layers[layer] for layer in ways.in_turn(len(costs.layers), way)], tied)
 
 
 def stage_times_s(
-    costs: Costs, cut: Spans, budget_bytes: int | None, legs: int, slow: Slow = _HEALTHY
+    costs: Costs, cut: Spans, budget_bytes: int | None, way: Way, slow: Slow = _HEALTHY
 ) -> NDArray[np.float64]:
     """Return [first, last] -> seconds per microbatch that a stage of such a worker can sustain.
 
@@ -210,7 +213,7 @@ def stage_times_s(
     found = work
     if budget_bytes is not None:
         kept, optimizer = cut.kept_bytes.table(), cut.optimizer_bytes.table()
-        if legs > 1 and costs.tied:
+        if way.turns and costs.tied:
             kept[0] += costs.tied.kept_bytes
             optimizer[0] += costs.tied.optimizer_bytes
         if slow.share.state != 1.0:
@@ -218,8 +221,8 @@ def stage_times_s(
         room = int(budget_bytes * slow.share.ranks) - kept
         each = cut.activation_bytes.table()
         has_room, keeps = room >= each, each > 0
-        if legs > 1:
-            stays = np.array(_byte_seconds(costs, legs))
+        if way.legs > 1:
+            stays = np.array(_byte_seconds(costs, way))
             stay_s = (stays - stays[:, np.newaxis]) / np.where(keeps & has_room, room, 1)
         else:
             way_s = costs.spans.down_and_up_s.table()
@@ -232,10 +235,10 @@ def stage_times_s(
     return found
 
 
-def _byte_seconds(costs: Costs, legs: int) -> list[float]:
+def _byte_seconds(costs: Costs, way: Way) -> list[float]:
     """Return, for each place of the cut, what the layers before it keep times how long they keep it, at least."""
     spans, last, found = costs.spans, len(costs.layers), [0.0]
-    for layer in ways.turns(last, legs):
+    for layer in ways.in_turn(last, way):
         stay_s = spans.down_and_up_s(layer, last) + costs.layers[layer].weight_grad_s
         found.append(found[-1] + costs.layers[layer].activation_bytes * stay_s)
     return found
@@ -267,11 +270,17 @@ def fits(table: Table, windows: Sequence[Window], limit_s: float) -> bool:
     return True
 
 
-def even(tables: Sequence[Table], windows: Sequence[Window], limit_s: float) -> tuple[int, ...]:
-    """Return the split with the least sum of squares within ``limit_s``, where there is one; later stages are longer.
+_NONE: tuple[float, tuple[int, ...]] = (inf, ())
 
-    First stages keep the most microbatches in flight, so unevenness should not burden them. ``tables``: of each stage's
-    worker.
+
+def even(
+    tables: Sequence[Table], windows: Sequence[Window], limit_s: float, way: Way = ONCE
+) -> tuple[int, ...]:
+    """Return the split with the least sum of squares within ``limit_s``, where there is one.
+
+    Of equal ones, that with the longer stages behind: first stages keep the most microbatches in flight. Where the way
+    turns, all stages keep about as many, and the longer stages are in front, which a microbatch reaches first and
+    leaves last. ``tables``: of each stage's worker.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for table, (low, high) in zip(tables, windows, strict=True):
@@ -282,8 +291,12 @@ def even(tables: Sequence[Table], windows: Sequence[Window], limit_s: float) -> 
                 load = times[end]
                 if load > limit_s:
                     break
-                option = (squares + load * load, (*ends, end))
-                if end not in reached or option < reached[end]:
-                    reached[end] = option
+                known_squares, known_ends = reached.get(end, _NONE)
+                this = squares + load * load
+                if this > known_squares * SLACK:
+                    continue
+                # What is equal on paper is so here: costs are rounded, and their sums depend on the order.
+                if this * SLACK < known_squares or ((*ends, end) < known_ends) != way.turns:
+                    reached[end] = this, (*ends, end)
         best = reached
     return best[windows[-1][1]][1]
