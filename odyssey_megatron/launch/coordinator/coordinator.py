@@ -313,7 +313,7 @@ class Coordinator:
     def _leave_out(self, wanted: Recover, error: PlanInfeasible) -> JobVerdict | None:
         """Go on without the ranks that have run out of memory, as no plan that needs less helps: count them as dead."""
         known, now_s = self._job.cluster, time.monotonic()
-        full = sorted({rank for _, rank in wanted.full} & known.members & {*known.ranks})
+        full = sorted({rank for _, rank in wanted.full})
         self._say(f"[odyssey] rank(s) {full} have run out of memory and are left out: {error}")
         deaths = [
             RankDied(rank=rank, code=-9, cause="memory", incarnation=known.incarnation_of(rank), t_s=now_s)

@@ -168,6 +168,8 @@ def react(
         return job, [*actions, stop(job, _FRUITLESS.format(count=job.fruitless - 1, wanted=wanted), 1)]
     needed = before.members | (before.offered_members if before.offered else frozenset())
     if wanted or needed & missed:
+        still = job.cluster.members & {*job.cluster.ranks}  # who is gone needs no plan with less
+        full = tuple(one for one in full if one[1] in still)
         actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure", full=full))
     return job, actions
 
