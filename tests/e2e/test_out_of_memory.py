@@ -67,6 +67,14 @@ def test_a_rank_that_no_plan_helps_is_left_out(jobs, undisturbed, name):
     assert "rank(s) [3] have run out of memory and are left out" in shot.log
 
 
+def test_a_rank_that_alone_has_layers_is_not_left_out(jobs, undisturbed, name):
+    """A last stage keeps a microbatch at a time: no plan needs less."""
+    shot = jobs.run(name, ranks=2, stages=2, flags="--odyssey-inject rank=1,step=2,at=forward,signal=FULL")
+    assert_equal_runs(shot, undisturbed(), kills=1)
+    assert not shot.named("failure_detected")
+    assert "nobody else has their layers; they try once more" in shot.log
+
+
 JOBS = {
     # what the job is, ranks, stages, ranks of a worker
     "two-pipelines": ("", 8, 4, 1),
