@@ -75,6 +75,13 @@ def test_a_rank_that_alone_has_layers_is_not_left_out(jobs, undisturbed, name):
     assert "nobody else has their layers; they try once more" in shot.log
 
 
+def test_a_rank_that_dies_while_others_make_room_for_one_that_ran_out(jobs, undisturbed, name):
+    """By what is thought of memory since, those that are left have too little. Nothing is lost, so they try."""
+    inject = "rank=3,step=0,at=commit;rank=2,step=2,at=weight_grad,signal=FULL;rank=0,step=-1,at=agree,generation=3"
+    shot = jobs.run(name, ranks=4, stages=2, flags=f"--odyssey-policy reroute --odyssey-inject {inject}")
+    assert_equal_runs(shot, undisturbed(), kills=3)
+
+
 JOBS = {
     # what the job is, ranks, stages, ranks of a worker
     "two-pipelines": ("", 8, 4, 1),
