@@ -130,9 +130,10 @@ def _layouts(
     if job.virtual_stages > 1:
         yield from _turned(own, job, profile)
     if job.best_layout:
-        # If the launch line's layout survives the loss of a worker, only layouts that do so are tried, if one of them
-        # fits.
-        for least in dict.fromkeys((min(2, min(map(len, own.holders))), 1)):
+        # If the launch line's layout survives the loss of a worker, or of as many as copies of optimizer state were
+        # asked for against, only layouts that do so are tried, if one of them fits.
+        holders = min(map(len, own.holders))
+        for least in dict.fromkeys(min(one, holders) for one in (max(2, job.optimizer_copies), 2, 1)):
             yield from _better(own, job, profile, least)
             yield from _apart(own, job, state, profile, least, plans)
             if plans:

@@ -308,7 +308,14 @@ class PolicyPlanner:
             weighed = ()  # the rows were given before
         if self._shortages:
             return self._with_less(state, previous, now_s)
-        return self._going_on(state, previous, self.known.used, now_s, home=self._home, weighed=weighed)
+        try:
+            return self._going_on(state, previous, self.known.used, now_s, home=self._home, weighed=weighed)
+        except PlanInfeasible:
+            if not self._shortages.known.factors:
+                raise
+            # How much more memory layers take is a guess: the job tries without it, rather than to end by it.
+            self._shortages = Shortages()
+            return self._going_on(state, previous, self.known.used, now_s, home=self._home, weighed=weighed)
 
     def _with_less(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""

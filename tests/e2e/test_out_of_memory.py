@@ -67,6 +67,21 @@ def test_a_rank_that_no_plan_helps_is_left_out(jobs, undisturbed, name):
     assert "rank(s) [3] have run out of memory and are left out" in shot.log
 
 
+def test_a_rank_that_alone_has_layers_is_not_left_out(jobs, undisturbed, name):
+    """A last stage keeps a microbatch at a time: no plan needs less."""
+    shot = jobs.run(name, ranks=2, stages=2, flags="--odyssey-inject rank=1,step=2,at=forward,signal=FULL")
+    assert_equal_runs(shot, undisturbed(), kills=1)
+    assert not shot.named("failure_detected")
+    assert "nobody else has their layers; they try once more" in shot.log
+
+
+def test_a_rank_that_dies_while_others_make_room_for_one_that_ran_out(jobs, undisturbed, name):
+    """By what is thought of memory since, those that are left have too little. Nothing is lost, so they try."""
+    inject = "rank=3,step=0,at=commit;rank=2,step=2,at=weight_grad,signal=FULL;rank=0,step=-1,at=agree,generation=3"
+    shot = jobs.run(name, ranks=4, stages=2, flags=f"--odyssey-policy reroute --odyssey-inject {inject}")
+    assert_equal_runs(shot, undisturbed(), kills=3)
+
+
 JOBS = {
     # what the job is, ranks, stages, ranks of a worker
     "two-pipelines": ("", 8, 4, 1),

@@ -52,6 +52,36 @@ def test_a_death_in_a_live_generation(started):
     assert started.planner.previous == [PLAN]
 
 
+def test_who_runs_out_of_memory_and_alone_has_layers_tries_once_more(started):
+    """Left out, it would take its layers along, and the job with it."""
+    decide = started.planner.decide
+
+    def no_less(plan, worker, state):
+        started.planner.error = PlanInfeasible("no plan needs less")
+
+    def decide_once(*args):
+        try:
+            return decide(*args)
+        finally:
+            started.planner.error = None
+
+    started.planner.ran_out, started.planner.decide = no_less, decide_once
+    started.live(1, 0, 1, 2, 3)
+    started.died(1, 2, 3)
+    first = next(one for one in (2, 3, 4) if started.generation(one).members == (0,))
+    for number, done in ((first, 0), (first + 1, 1), (first + 2, 1)):  # a step is done in the second of them
+        assert started.generation(number).members == (0,)
+        started.live(number, 0, done=done)
+        started.send(Retry(rank=0, generation=number, reason="out of memory", out_of_memory=True))
+    assert started.end().code == 1
+    tried, again, left_out = (
+        line for line in started.said if "run out of memory" in line and "rank(s) [0]" in line
+    )
+    assert "try once more" in tried
+    assert "try once more" in again
+    assert "left out" in left_out
+
+
 def test_two_deaths_of_one_incident_are_one_decision(started):
     started.live(1, 0, 1, 2, 3)
     started.died(0, 3)

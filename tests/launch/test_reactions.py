@@ -59,6 +59,15 @@ def test_a_death_is_reported_and_then_decided_on():
     assert generation.previous == PLAN.layout
 
 
+@pytest.mark.parametrize(("dead", "full"), [(1, [2]), (3, []), (2, [])])
+def test_a_plan_with_less_memory_is_only_for_ranks_that_are_left(dead, full):
+    """Of cells of two ranks. Where no plan with less helps, ranks in ``full`` are left out, and named."""
+    job = all_live(begun(cell_size=2)[0], 1)
+    asked = Retry(rank=2, generation=1, reason="out of memory", out_of_memory=True)
+    _, actions = react(job, [asked, RankDied(rank=dead, code=-9, cause="killed")], now_s=1.0)
+    assert [rank for _, rank in actions[-1].full] == full
+
+
 def test_the_first_generation_says_who_times_a_link():
     """Workers on different nodes, until a generation is live: what links take is known then."""
     layout = megatron_layout(num_layers=5, pipeline_size=3, num_workers=6, num_microbatches=2)

@@ -129,6 +129,19 @@ def test_a_healthy_job_may_start_with_the_best_layout():
     assert min(map(len, best.layout.holders)) >= 2, "one may be lost, as with the launch line's layout"
 
 
+def test_the_best_layout_has_as_many_owners_of_optimizer_state_as_were_asked_for():
+    """Sums between three replicas take longer than what the third one would compute; yet any two may be lost."""
+    found = replace(uniform_costs(4, ends=True, state_bytes=1), link_bytes_per_s=0.5)
+    job = JobSpec(
+        num_layers=6, pipeline_model_parallel_size=1, tensor_model_parallel_size=1, num_microbatches=6,
+        tokens_per_step=1, train_steps=1, best_layout=True,
+    )  # fmt: skip
+    state = initial_state(nodes=(0,) * 3)
+    for copies, holders in ((0, 2), (2, 2), (3, 3)):
+        plan = initial_plan(replace(job, optimizer_copies=copies), state, Profile(costs=found))
+        assert min(map(len, plan.layout.holders)) == holders
+
+
 @pytest.mark.parametrize("memory_is_known", [False, True])
 def test_a_sketch_promises_no_more_than_its_layout_keeps(memory_is_known):
     """Where other pipelines leave it more memory than it would have alone, and where links are slow."""

@@ -311,15 +311,25 @@ class Coordinator:
         return None
 
     def _leave_out(self, wanted: Recover, error: PlanInfeasible) -> JobVerdict | None:
-        """Go on without the ranks that have run out of memory, as no plan that needs less helps: count them as dead."""
+        """Go on without the ranks that have run out of memory, as no plan that needs less helps: count them as dead.
+
+        If nobody else has their layers, that would end the job: they try once more as they are.
+        """
         known, now_s = self._job.cluster, time.monotonic()
-        full = sorted({rank for _, rank in wanted.full} & known.members & {*known.ranks})
-        self._say(f"[odyssey] rank(s) {full} have run out of memory and are left out: {error}")
+        full = sorted({rank for _, rank in wanted.full})
         deaths = [
             RankDied(rank=rank, code=-9, cause="memory", incarnation=known.incarnation_of(rank), t_s=now_s)
             for rank in full
         ]
-        self._job, dead = reactions.bury(replace(self._job, fruitless=0), deaths)
+        left, dead = reactions.bury(replace(self._job, fruitless=0), deaths)
+        if self._job.fruitless <= 1 and not reactions.has_all_layers(left):
+            self._say(
+                f"[odyssey] rank(s) {full} have run out of memory, and nobody else has their layers; they try once "
+                f"more: {error}"
+            )
+            return self._recover(replace(wanted, full=()))
+        self._job = left
+        self._say(f"[odyssey] rank(s) {full} have run out of memory and are left out: {error}")
         if dead:
             self._report(reactions.deaths(self._job, dead, deaths))
         if not self._job.cluster.ranks:

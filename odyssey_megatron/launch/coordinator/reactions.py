@@ -27,11 +27,13 @@ from odyssey_megatron.cluster.state import (
     lost_between,
     next_generation,
     offer_generation,
+    without_fresh,
 )
 from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND, LayersLost
 from odyssey_megatron.launch.coordinator.offer_tries import OfferTries
 from odyssey_megatron.launch.wire.verdict import JobVerdict
 from odyssey_megatron.plan.placing.groups import timed_pairs
+from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
 
@@ -168,6 +170,8 @@ def react(
         return job, [*actions, stop(job, _FRUITLESS.format(count=job.fruitless - 1, wanted=wanted), 1)]
     needed = before.members | (before.offered_members if before.offered else frozenset())
     if wanted or needed & missed:
+        still = job.cluster.members & {*job.cluster.ranks}  # who is gone needs no plan with less
+        full = tuple(one for one in full if one[1] in still)
         actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure", full=full))
     return job, actions
 
@@ -236,6 +240,16 @@ def _goes_on(job: JobState, event: GenerationLive) -> tuple[JobState, list[Actio
     # read all offered generations one after the other.
     actions: list[Action] = [] if job.cluster.waiting_ranks else [Forget(number=current.number)]
     return replace(job, live_plan=current.plan), actions
+
+
+def has_all_layers(job: JobState) -> bool:
+    """Return whether the ranks that are left have all layers, and their optimizer state, between them."""
+    assert job.known_plan is not None
+    try:
+        check_living(job.known_plan.layout, without_fresh(job.cluster).alive)
+    except LayersLost:
+        return False
+    return True
 
 
 def deaths(job: JobState, lost: Collection[int], events: Sequence[Event]) -> Report:

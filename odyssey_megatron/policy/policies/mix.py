@@ -32,7 +32,7 @@ class Mix(Policy):
             microbatches=job.num_microbatches,
             costs=costs,
             speeds=case.speeds,
-            least_holders=min(2, min(map(len, case.previous.holders))),
+            least_holders=min(max(2, job.optimizer_copies), min(map(len, case.previous.holders))),
             judge=judged_by(costs, case.speeds, case.shares, lambda layout: _kept(case, layout)),
             tied=job.is_tied,
         )
