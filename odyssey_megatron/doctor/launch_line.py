@@ -24,6 +24,8 @@ from odyssey_megatron.upstream.refused import TRIED
 STARTED_WITH = "--job 'NAME=VALUE train.sh ARGUMENT ...'"
 """How it is said what a script is started with."""
 SAY_THEM = f"What the script is started with decides that: {STARTED_WITH}"
+_SHOWN = 60
+"""Letters of a value at most."""
 _SETS = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 
@@ -126,9 +128,11 @@ def unread(flags: Sequence[str]) -> list[str]:
 def choices_told(choices: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a sentence for each variable of a script of which it is not known which of several values it has."""
     return [
-        f"${name} is {values[0] or 'empty'} as it is read here, and {' or '.join(values[1:])} in other branches of the "
+        f"${name} is {counts or 'empty'} as it is read here, and {' or '.join(others)} in other branches of the "
         "script, which only running it would choose"
-        for name, values in choices.items()
+        for name, (counts, *others) in (
+            (name, [one[:_SHOWN] for one in values]) for name, values in choices.items()
+        )
     ]
 
 

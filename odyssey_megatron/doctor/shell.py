@@ -144,15 +144,17 @@ class Script:
         return held if held is None or separator == "&&" else not held
 
     def choices(self, words: Sequence[str]) -> dict[str, list[str]]:
-        """Return the variables that ``words`` depend on of which branches give several values, the one that counts
-        first.
+        """Return the values of those variables that ``words`` depend on and branches give several, the one that counts
+        first. What is not known anyway is left out.
         """
-        names = sorted(set[str]().union(*map(self._uses, words)))
-        return {
-            name: [" ".join(self.variables[name]).strip(), *self.others[name]]
-            for name in names
-            if name in self.others
-        }
+        found = {}
+        for name in sorted(set[str]().union(*map(self._uses, words))):
+            counts, *others = (
+                " ".join(one.split()) for one in (" ".join(self.variables[name]), *self.others.get(name, ()))
+            )
+            if "$" not in counts and (others := [one for one in dict.fromkeys(others) if one != counts]):
+                found[name] = [counts, *others]
+        return found
 
     def expanded(self, words: Sequence[str]) -> Iterator[str]:
         """Yield ``words`` with variables replaced. A variable that is a whole word gives all words of its value."""

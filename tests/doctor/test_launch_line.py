@@ -141,6 +141,11 @@ def test_it_is_said_which_values_other_branches_have(tmp_path, capsys):
     assert "branches" not in capsys.readouterr().out
 
 
+def test_only_values_that_differ_are_named():
+    text = "if [ $S = 1 ]; then N=1; L=a$Q\nelif [ $S = 2 ]; then N=2; L=b$Q\nelse N=1; fi\npython a.py --x $N --y $L"
+    assert launch_line(text).choices == {"N": ["1", "2"]}
+
+
 def test_a_quote_that_is_not_closed_is_found():
     with pytest.raises(ConfigError, match=r"the quote ' in line 3 is not closed"):
         launch_line("A=\"it's\" # it's\npython a.py \\\n--x '1\n--y 2")
