@@ -33,7 +33,8 @@ Looks for what would keep a job from running, or from surviving. Exit code 0: a 
   PATH      a Megatron-LM checkout; without it, the installed megatron-core
   FLAG ...  the job's flags, Megatron's and Odyssey's, e.g. --odyssey-device cpu: what they rule out is said too
   --job     only say what would become of the job in FILE: a launch script, whose variables are looked up and of which
-            nothing is run, or FILE:NAME, one of the cases in a JSON file of Megatron-LM's. 0: it starts; 1: refused
+            nothing is run, or FILE:NAME, one of the cases in a JSON file of Megatron-LM's. If the script takes
+            variables or arguments: 'NODES=4 train.sh 7b'. 0: it starts; 1: refused
   --verbose print what is fine, too
   --json    print JSON
   --clean   only remove what killed jobs have left in shared memory; living ones keep theirs"""
@@ -93,7 +94,7 @@ def _after(flag: str, rest: list[str]) -> str | None:
 def _judge(named: str, checkout: Path | None, more: Sequence[str], *, as_json: bool) -> int:
     version = Source((*([checkout] if checkout else ()), *_installed())).version()
     line = launch_line.read_job(named)
-    verdict = launch_line.judged([*line.flags, *more], version, line.script)
+    verdict = launch_line.judged([*line.flags, *more], version, line.script, line.choices)
     if as_json:
         print(json.dumps({"starts": verdict.starts, **asdict(verdict)}, indent=1))
     else:

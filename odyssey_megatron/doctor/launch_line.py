@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from odyssey_megatron import codec
 from odyssey_megatron.doctor.flags import BARE, known_to, looked_at, settings
-from odyssey_megatron.doctor.launch_script import UNKNOWN, LaunchCommand, launch_line
+from odyssey_megatron.doctor.launch_script import LaunchCommand, launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import read_text
 from odyssey_megatron.upstream import refusals
 from odyssey_megatron.upstream.refused import TRIED
+
+STARTED_WITH = "--job 'NAME=VALUE train.sh ARGUMENT ...'"
+"""How it is said what a script is started with."""
+SAY_THEM = f"What the script is started with decides that: {STARTED_WITH}"
+_SHOWN = 60
+"""Letters of a value at most."""
+_SETS = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,8 @@ class LineVerdict:
     """Words that may hold more flags: what they stand for is known only when the script runs."""
     undecided: tuple[str, ...] = ()
     """Flags that may be refused or not: what their values are is known only when the script runs."""
+    choices: tuple[str, ...] = ()
+    """Sentences on variables of which only running the script would tell which of several values they have."""
     script: str = ""
     """The name of the script, if it is not one that has been tried."""
 
@@ -63,8 +76,11 @@ class LineVerdict:
         if self.undecided:
             lines.append(
                 f"  not decided, as only running it would tell: {', '.join(self.undecided)}. Give these to this "
-                "command, too, with their values"
+                f"command, too, with their values, or say what the script is started with: {STARTED_WITH}"
             )
+        lines += [f"  {sentence}" for sentence in self.choices]
+        if self.choices:
+            lines.append(f"  {SAY_THEM}")
         if self.script and not self.refused:
             lines.append(
                 f"  {self.script} is none of {', '.join(TRIED)}: what it builds is looked at when the job starts, and "
@@ -73,8 +89,13 @@ class LineVerdict:
         return "\n".join(lines)
 
 
-def judged(flags: Sequence[str], version: str | None = None, script: str = "") -> LineVerdict:
-    """Return what a job of ``script`` with ``flags`` would say.
+def judged(
+    flags: Sequence[str],
+    version: str | None = None,
+    script: str = "",
+    choices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> LineVerdict:
+    """Return what a job of ``script`` with ``flags`` would say. For ``choices`` see :class:`LaunchCommand`.
 
     Raises ConfigError if one of Odyssey's own flags is wrong.
     """
@@ -94,8 +115,25 @@ def judged(flags: Sequence[str], version: str | None = None, script: str = "") -
         ),
         unread=tuple(_unread(flags, known_to(version))),
         undecided=(*refusals.undecided(args), *unknown),
+        choices=tuple(choices_told(choices)),
         script="" if name in TRIED else name,
     )
+
+
+def unread(flags: Sequence[str]) -> list[str]:
+    """Return the words that may hold more flags, but stand for what is known only when the script runs."""
+    return list(_unread(flags, known_to(None)))
+
+
+def choices_told(choices: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a sentence for each variable of a script of which it is not known which of several values it has."""
+    return [
+        f"${name} is {counts or 'empty'} as it is read here, and {' or '.join(others)} in other branches of the "
+        "script, which only running it would choose"
+        for name, (counts, *others) in (
+            (name, [one[:_SHOWN] for one in values]) for name, values in choices.items()
+        )
+    ]
 
 
 def _unread(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
@@ -104,21 +142,23 @@ def _unread(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> Itera
         takes_one = before not in BARE and known.get(before, ("", None))[1] is None
         is_value = before.startswith("--") and "=" not in before and takes_one
         if word.startswith("$") and not is_value:
-            yield "$(...)" if word == UNKNOWN else word
+            yield word
 
 
 def read_job(named: str) -> LaunchCommand:
-    """Return the launch line in the file ``named``. ``FILE:NAME`` is one of several cases in the file.
+    """Return the launch line in the file ``named``. ``FILE:NAME`` is one of several cases in the file. Of a script
+    ``named`` may be all that is typed to start it, as in ``NODES=4 train.sh 7b``.
 
     Raises ConfigError.
     """
-    path, _, name = named.rpartition(":")
-    if not path or Path(named).exists():
-        path, name = named, ""
+    variables, script = _typed(named)
+    path, _, name = script.rpartition(":")
+    if not path or Path(script).exists():
+        path, name = script, ""
     try:
         text = read_text(path)
         if not text.lstrip().startswith("{"):
-            return launch_line(text)
+            return launch_line(text, variables, lambda file: _sourced(file, Path(path).parent))
         found = codec.parsed(text)
         cases = found.get("cases", [found])
         if not isinstance(cases, list):
@@ -131,6 +171,32 @@ def read_job(named: str) -> LaunchCommand:
         return LaunchCommand("", case_flags(named_cases[name] if name else cases[0]))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"--job {named}: {str(error).removesuffix('.')}.") from None
+
+
+def _typed(named: str) -> tuple[dict[str, list[str]], str]:
+    """Return the variables and arguments that ``named`` gives a script, and the path of the script."""
+    try:
+        words = [] if Path(named).exists() else shlex.split(named)
+    except ValueError:
+        words = []
+    at = next((at for at, word in enumerate(words) if not _SETS.fullmatch(word)), None)
+    if at is None or len(words) == 1:
+        return {}, named
+    variables = {name: [value] for name, _, value in (word.partition("=") for word in words[:at])}
+    arguments = words[at + 1 :]
+    return variables | ({"@": arguments} if arguments else {}), words[at]
+
+
+def _sourced(named: str, folder: Path) -> str | None:
+    """Return the text of a file that a script in ``folder`` sources. What only running it would tell is taken to be
+    that folder.
+    """
+    first, _, rest = named.partition("/")
+    behind = folder / rest if first.startswith("$") else folder / named
+    for path in (Path(named), behind):
+        with contextlib.suppress(ValueError):
+            return read_text(str(path))
+    return None
 
 
 def case_flags(case: Any) -> list[str]:

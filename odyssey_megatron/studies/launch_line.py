@@ -9,7 +9,8 @@ from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.doctor.flags import looked_at, settings
-from odyssey_megatron.doctor.launch_line import read_job
+from odyssey_megatron.doctor.launch_line import SAY_THEM, STARTED_WITH, choices_told, read_job, unread
+from odyssey_megatron.doctor.launcher import nodes_and_gpus
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between, read_text
 from odyssey_megatron.policy.costs.block_configs import (
@@ -19,7 +20,6 @@ from odyssey_megatron.policy.costs.block_configs import (
     unlike_layers,
 )
 from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, Precision, recomputed
-from odyssey_megatron.studies.launcher import nodes_and_gpus
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals, smaller
 from odyssey_megatron.upstream.chunks import chunks_of
@@ -96,7 +96,8 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     """
     flags = [*script, *more]
     args, parser, _ = looked_at(flags, None)
-    line = _Line(vars(args))
+    elsewhere = " ".join(unread(flags))
+    line = _Line(vars(args), elsewhere)
     stages, layers = line.size("pipeline_model_parallel_size", 1), _num_layers(line)
     if layers > _MOST_LAYERS:
         raise ConfigError(f"--num-layers {layers:,}: at most {_MOST_LAYERS:,} are planned for.")
@@ -106,6 +107,8 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
         f"{one}: not known without running it, so that its default counts; give it to this command, too"
         for one in unknown
     ]
+    if elsewhere:
+        notes.append(f"flags in {elsewhere} do not count: only running the script would tell what they are")
     notes += [
         f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
     ]
@@ -147,6 +150,8 @@ def read_script(named: str, more: Sequence[str], usual: str) -> LaunchLine:
     """
     found = read_job(named)
     line = replace(read(found.flags, more), name=named)
+    if found.choices:
+        line = replace(line, notes=(*line.notes, *choices_told(found.choices), SAY_THEM))
     if (size := nodes_and_gpus(found.launcher)) is not None:
         return replace(line, cluster=f"{size[0]}x{size[1]}")
     if not usual:
@@ -160,8 +165,9 @@ def read_script(named: str, more: Sequence[str], usual: str) -> LaunchLine:
 class _Line:
     """The values of flags, by destination."""
 
-    def __init__(self, given: Mapping[str, Any]):
+    def __init__(self, given: Mapping[str, Any], elsewhere: str):
         self._given = given
+        self._elsewhere = elsewhere
 
     def has(self, name: str) -> bool:
         value = self._given.get(name)
@@ -177,7 +183,7 @@ class _Line:
         except ValueError as error:
             raise ConfigError(
                 f"{_flag(name)} {str(value)[:40]}: {error}. What a script works out while it runs is not known: give "
-                "the flag to this command, too."
+                f"the flag to this command, too, or say what the script is started with: {STARTED_WITH}."
             ) from None
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -186,7 +192,10 @@ class _Line:
         if value is not None:
             return value
         if default is None:
-            raise ConfigError(f"the launch line has no {_flag(name)}. Give it to this command, too.")
+            where = (
+                f"; it may be in {self._elsewhere}, as only running it would tell" if self._elsewhere else ""
+            )
+            raise ConfigError(f"the launch line has no {_flag(name)}{where}. Give it to this command, too.")
         return default
 
     def share(self, name: str) -> float:

@@ -40,7 +40,7 @@ srun -l --output=log sh -c "${run_cmd}" --not-of-the-job
 
 def test_a_script_with_arrays():
     flags = "--num-layers 24 --hidden-size 1024 --untie-embeddings-and-output-weights --bf16"
-    more = ["--wandb-exp-name", "a b", "--save", "$UNKNOWN", "--split", "99,1"]
+    more = ["--wandb-exp-name", "a b", "--save", "$(...)", "--split", "99,1"]
     assert launch_line(ARRAYS).flags == [*flags.split(), "--pipeline-model-parallel-size", "4", *more]
 
 
@@ -51,6 +51,104 @@ def test_an_array_that_is_put_before_more():
 
 def test_a_script_with_a_command_in_a_string():
     assert launch_line(STRING).flags == "--num-layers 24 --untie-embeddings-and-output-weights --bf16".split()
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        # A comment ends with its line, though that ends in a backslash.
+        ("#   --fp16 \\\npython a.py --x 1", "--x 1"),
+        ("python a.py --x 1 \\\n  --y 2", "--x 1 --y 2"),
+        # A command in a variable, with a line's end in it that the shell does not see.
+        ('CMD="torchrun a.py\n $OF --x 1"\necho $CMD\neval $CMD', "$OF --x 1"),
+        ("N=6\npython a.py --x $((4 * $N / (1 + 2))) --y $((N % 4))", "--x 8 --y 2"),
+        ("python a.py --x $(( $(nproc) * N ))", "--x $(($(...)*N))"),
+        ("A=2\nB=$((A > 1 && A != 3))\npython a.py --x $B", "--x 1"),
+        (
+            "#SBATCH -N 4\n#SBATCH --gpus-per-node=h100:8\npython a.py --x $((SLURM_NNODES*SLURM_GPUS_PER_NODE))",
+            "--x 32",
+        ),
+        # Branches whose condition is known.
+        (
+            'S=7b\nif [ $S = 1b ]; then N=1; elif [[ "$S" == 7b ]]; then N=7\nelse N=9; fi\npython a.py --x $N',
+            "--x 7",
+        ),
+        (
+            "N=2\nif [ $N -gt 1 ] && [[ $N -lt 4 && -n $N ]]; then O=--y; fi\npython a.py --x $N $O",
+            "--x 2 --y",
+        ),
+        ("V=2\nif (( V > 3 )); then V=3; fi\npython a.py --x $V", "--x 2"),
+        ("if false; then\npython a.py --x 1 --y 1\nfi\npython b.py --z 1", "--z 1"),
+        ("S=7b\ncase $S in\n1b) N=1 ;;\n7b|8b)\nN=7\n;;\n*) N=9 ;;\nesac\npython a.py --x $N", "--x 7"),
+        ('T=4\n[ -z "$T" ] && T=1\n[ $T = 4 ] || T=5\npython a.py --x $T', "--x 4"),
+        ("N=1\nif [ $N -gt 1 ]; then O=--y; P=(--z); fi\npython a.py --x $N $O ${P[@]}", "--x 1"),
+        # Of others all are read, but what is not known takes nothing's place.
+        (
+            "N=4\nwhile [ $# -gt 0 ]; do case $1 in --n) N=$2; shift 2 ;; esac; done\npython a.py --x $N",
+            "--x 4",
+        ),
+        (
+            'if [ $A = full ]; then O="--y"; elif [ $A = none ]; then O=" "; fi\npython a.py --x 1 $O',
+            "--x 1 --y",
+        ),
+        (": ${N:=4}\npython a.py --x $N", "--x 4"),
+        ("python a.py --x ${N:-${M:-3}}", "--x 3"),
+        # A here-document is text; it may be a script.
+        ("cat <<EOF > a.json\nit's {\nEOF\npython a.py --x 1", "--x 1"),
+        ("N=3\ncat > job.sh <<'EOF'\npython a.py --x $N\nEOF\nbash job.sh", "--x 3"),
+        ("python a.py ${ALL[@]}", "${ALL[@]}"),
+        ("A=\"--x '([1]*4)'\"\npython a.py $A", "--x ([1]*4)"),
+    ],
+)
+def test_what_a_script_does_before_its_launch_line(script, flags):
+    assert launch_line(script).flags == flags.split()
+
+
+def test_a_script_takes_variables_and_arguments(tmp_path):
+    """As they are typed to start it."""
+    path = tmp_path / "train.sh"
+    path.write_text(
+        'S=$1; shift\nif [ $S = 7b ]; then N=32; else N=80; fi\npython a.py --x $N --y ${T:-1} "$@"'
+    )
+    assert read_job(f"T=2 {path} 7b --z").flags == ["--x", "32", "--y", "2", "--z"]
+    assert read_job(str(path)).choices == {"N": ["80", "32"]}
+
+
+def test_files_that_a_script_sources_are_read(tmp_path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "7b.sh").write_text("MODEL=(--x 7)")
+    path = tmp_path / "train.sh"
+    path.write_text('source "$(dirname $0)/more/$1.sh"\n. nowhere.sh\npython a.py ${MODEL[@]} --y 1')
+    assert read_job(f"{path} 7b").flags == ["--x", "7", "--y", "1"]
+    assert read_job(f"{path} 8b").flags == ["${MODEL[@]}", "--y", "1"]
+    (tmp_path / "more" / "7b.sh").write_text(f"source {path} 7b")
+    with pytest.raises(ConfigError, match="more than 100 files"):
+        read_job(f"{path} 7b")
+
+
+def test_it_is_said_which_values_other_branches_have(tmp_path, capsys):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "if [ $S = 1b ]; then N=8\nelif [ $S = 7b ]; then N=32\nfi\nA=1\nif [ $S = 7b ]; then B=2; fi\n"
+        'OF="--num-layers $N"\ntorchrun pretrain_gpt.py $OF --hidden-size $((A*64)) --bf16\n'
+    )
+    assert main(["doctor", "--job", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "$N is 32 as it is read here, and 8 in other branches" in told
+    assert "$B" not in told
+    assert "--job 'NAME=VALUE train.sh ARGUMENT ...'" in told
+    assert main(["doctor", "--job", f"S=1b {path}"]) == 0
+    assert "branches" not in capsys.readouterr().out
+
+
+def test_only_values_that_differ_are_named():
+    text = "if [ $S = 1 ]; then N=1; L=a$Q\nelif [ $S = 2 ]; then N=2; L=b$Q\nelse N=1; fi\npython a.py --x $N --y $L"
+    assert launch_line(text).choices == {"N": ["1", "2"]}
+
+
+def test_a_quote_that_is_not_closed_is_found():
+    with pytest.raises(ConfigError, match=r"the quote ' in line 3 is not closed"):
+        launch_line("A=\"it's\" # it's\npython a.py \\\n--x '1\n--y 2")
 
 
 @pytest.mark.parametrize(

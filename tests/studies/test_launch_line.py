@@ -1,9 +1,9 @@
 import pytest
 
 from odyssey_megatron.doctor.launch_script import launch_line
+from odyssey_megatron.doctor.launcher import nodes_and_gpus
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.studies.launch_line import read
-from odyssey_megatron.studies.launcher import nodes_and_gpus
+from odyssey_megatron.studies.launch_line import read, read_script
 
 SIZES = "--num-layers 6 --hidden-size 256 --num-attention-heads 8 --vocab-size 1000 --seq-length 128".split()
 
@@ -141,8 +141,24 @@ def test_what_is_missing_is_named():
             (4, 8),
         ),
         ("#SBATCH --nodes=2-4\n#SBATCH --gpus-per-node=8\nsrun python pretrain_gpt.py --bf16", None),
+        ("mpirun -np 32 --npernode 8 -bind-to none python pretrain_gpt.py --bf16", (4, 8)),
+        ("N=4\nmpirun -np $((N*8)) --npernode 8 python pretrain_gpt.py --bf16", (4, 8)),
+        ("deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt.py --bf16", (2, 4)),
         ("python pretrain_gpt.py --bf16", None),
     ],
 )
 def test_a_script_says_its_gpus(script, size):
     assert nodes_and_gpus(launch_line(script).launcher) == size
+
+
+def test_it_is_said_where_a_size_may_be(tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text("torchrun pretrain_gpt.py $MODEL --bf16")
+    with pytest.raises(ConfigError, match=r"has no --num-layers; it may be in \$MODEL"):
+        read_script(str(path), [], "")
+    path.write_text(
+        f"if [ $S = 1b ]; then L=2; else L=6; fi\ntorchrun pretrain_gpt.py {' '.join(SIZES)} --num-layers $L $O"
+    )
+    notes = read_script(str(path), [], "").notes
+    assert any("flags in $O do not count" in one for one in notes)
+    assert any("$L is 6 as it is read here, and 2 in other branches" in one for one in notes)

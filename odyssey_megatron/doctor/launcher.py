@@ -1,4 +1,4 @@
-"""The number of GPUs on which a launch script starts its job, from what it tells torchrun, or else Slurm."""
+"""The number of GPUs on which a launch script starts its job, from what it tells its launcher, or else Slurm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
 
-_NODES = "nnodes"
-_PER_NODE = "nproc-per-node"
+# Of torchrun, DeepSpeed and mpirun.
+_NODES = ("nnodes", "num-nodes")
+_PER_NODE = ("nproc-per-node", "num-gpus", "npernode")
+_RANKS = ("np",)
 _SLURM_NODES = ("nodes", "N")
 _SLURM_PER_NODE = ("gpus-per-node", "gres", "ntasks-per-node")
 _GPUS = re.compile(r"(?:gpu:)?(?:[\w.-]+:)?(\d+)(?:\(.*\))?")
@@ -20,10 +22,28 @@ def nodes_and_gpus(launcher: Sequence[str]) -> tuple[int, int] | None:
     """
     slurm = list(takewhile(lambda word: not word.endswith("numactl"), launcher))  # which has a -N of its own
     given, told = _values(launcher), _values(slurm)
-    gpus = _number(given, (_PER_NODE,)) or _number(told, _SLURM_PER_NODE)
-    usual = 1 if _PER_NODE in given and _NODES not in given else None  # torchrun's
-    nodes = _number(given, (_NODES,)) or usual or _number(told, _SLURM_NODES)
+    gpus = _number(given, _PER_NODE) or _number(told, _SLURM_PER_NODE)
+    usual = 1 if _PER_NODE[0] in given and _NODES[0] not in given else None  # torchrun's
+    nodes = _number(given, _NODES) or usual or _number(told, _SLURM_NODES)
+    if gpus and (ranks := _number(given, _RANKS)):
+        nodes = ranks // gpus
     return (nodes, gpus) if nodes and gpus else None
+
+
+def slurm_variables(told: Sequence[str]) -> dict[str, list[str]]:
+    """The variables that Slurm sets for a job which ``told`` are the options of, as far as these say."""
+    values = _values(told)
+    nodes, tasks = _number(values, _SLURM_NODES), _number(values, ("ntasks-per-node",))
+    gpus = _number(values, ("gpus-per-node", "gres"))
+    found = {
+        "SLURM_NNODES": nodes,
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_NTASKS_PER_NODE": tasks,
+        "SLURM_NTASKS": _number(values, ("ntasks", "n")) or (nodes * tasks if nodes and tasks else None),
+        "SLURM_GPUS_ON_NODE": gpus,
+        "SLURM_GPUS_PER_NODE": gpus,
+    }
+    return {name: [str(value)] for name, value in found.items() if value}
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:
@@ -33,6 +53,8 @@ def _values(words: Sequence[str]) -> dict[str, str]:
         name, equals, value = word.partition("=")
         if word.startswith("--"):
             found[name[2:].replace("_", "-")] = value if equals else behind
+        elif word == "-np":
+            found["np"] = behind
         elif word.startswith("-N"):
             found["N"] = word[2:].removeprefix("=") or behind
     return found
