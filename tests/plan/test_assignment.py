@@ -56,6 +56,6 @@ def test_a_rank_that_has_just_come_has_nothing_and_needs_all_that_it_computes():
 def test_a_smaller_step_is_a_part_of_the_program():
     for one in assignments():
         half = one.step(6)
-        assert set(half.program) < set(one.program)
+        assert set(half.program) < set(one.program) or not one.program
         assert {instr.microbatch for instr in half.program} <= {*range(-1, 6)}
         assert one.step(12).program == one.program

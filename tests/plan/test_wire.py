@@ -17,6 +17,7 @@ from odyssey_megatron.plan.scheduling.resume import BEGINS, fits
 from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.plan.sending.wire import (
     NO_PART,
+    NO_PROGRAM,
     Head,
     WorkerPart,
     from_wire,
@@ -80,7 +81,8 @@ def test_parts_are_the_whole(policy, copies, tied):
     assert set(sent.parts) == {*plan.layout.workers, *(one.source for one in plan.transfers)}
     for worker, text in sent.parts.items():
         part = from_json(WorkerPart, text)
-        found = from_wire(head, worker, part, sent.templates[part.template])
+        template = "" if part.template == NO_PROGRAM else sent.templates[part.template]
+        found = from_wire(head, worker, part, template)
         assert replace(found, plan=plan, previous=None) == replace(generation, previous=None)
         own = found.plan
         assert own.program(worker) == plan.program(worker)

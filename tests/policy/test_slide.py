@@ -33,7 +33,6 @@ def test_gaps_slide_along_parts_of_their_own(stages, lacks, legs):
         ((2, 16, 32), (0, 4), (5,), 237),
         ((2, 16, 32), (0, 4), (5, 18), 249),
         ((4, 8, 32), (0, 4), (5, 18), 441),
-        ((4, 8, 16), (1, 4), (5,), 214),
     ],
 )
 def test_where_memory_is_tight_all_share_what_the_dead_leave(setting, memory, dead, before_s):

@@ -49,8 +49,8 @@ def test_each_worker_has_a_part_of_every_leg(last, way):
         assert ends_of_model[1] <= last - 2, "with a transformer layer"
         own = ways.spans(ends, way)
         assert all(1 <= len(spans) <= way.legs for spans in own)
-        held = [sum(b - a for a, b in spans) for spans in own]
-        assert max(held) - min(held) <= 2, "embedding and head cost nothing"
+        held = [sum(min(b, last - 1) - max(a, 1) for a, b in spans) for spans in own]
+        assert max(held) - min(held) <= 1, "embedding and head cost nothing"
 
 
 def job(dp, pp, microbatches, **more):
@@ -110,7 +110,7 @@ def test_after_a_loss_they_are_taken_where_they_are_faster(dead, extra):
     assert "in a V" in found.candidates[0].reason or "in a W" in found.candidates[0].reason
 
 
-@pytest.mark.parametrize(("number", "at_most_s"), [(2, 223.0), (3, 235.0)])
+@pytest.mark.parametrize(("number", "at_most_s"), [(2, 223.0), (3, 237.0)])
 def test_what_is_late_for_want_of_memory_does_not_hide_the_others(number, at_most_s):
     """Five workers a pipeline have more layers each than leave room for microbatches; eight, eight, eight and six not:
     244 and 252 are what workers in a row take.
