@@ -23,8 +23,11 @@ _MARK = "$NOT_RUN"
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARING = re.compile(r"export|local|declare|readonly|typeset|-\w+")
 _VARIABLE = re.compile(r"\$(?:(\w+|@)|\{(\w+|@)(?:\[[@*]\])?(?::?([-=])([^{}]*))?\}|\{\?([^{}]*)\})")
-_COMMENT = re.compile(r"(?:(?<=\s)|^)#.*", re.MULTILINE)
-_DOCUMENT = re.compile(r"<<(-?)[ \t]*(['\"]?)(\w+)\2(.*\n)((?:.*\n)*?)\1?[ \t]*\3[ \t]*$", re.MULTILINE)
+_COMMENT = r"(?<!\S)#.*"
+_QUOTES = r"\\.|'[^']*'|\"(?:\\[\s\S]|[^\"\\])*\""
+_DOCUMENT = r"<<(-?)[ \t]*(['\"]?)(\w+)\2(.*\n)((?:.*\n)*?)\1?[ \t]*\3[ \t]*$"
+_FIRST = re.compile(f"{_DOCUMENT}|{_QUOTES}|({_COMMENT})", re.MULTILINE)
+"""What is told apart before words are: whichever begins first hides the others within it."""
 _TRUTH = re.compile(r"(?<![^\s;&|])\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _QUOTED = re.compile(r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\"|['\"]", re.DOTALL)
 _SEPARATORS = re.compile(r"&&|\|\||;;|.", re.DOTALL)
@@ -381,11 +384,17 @@ def _compared(words: Sequence[str]) -> bool | None:
     return None
 
 
+def _plain(found: re.Match[str]) -> str:
+    """Return nothing for a comment, which ends with its line whatever its last character is, and a here-document as one
+    word, before what stands behind it on its line.
+    """
+    if found[3]:
+        return f" {shlex.quote(found[5])} {re.sub(_COMMENT, '', found[4])}"
+    return "" if found[6] else found[0]
+
+
 def _words(text: str) -> Iterator[str]:
-    # A comment ends with its line, whatever its last character is.
-    text = _COMMENT.sub("", text.replace("\r\n", "\n"))
-    # A here-document is one word; what stands behind it on its line is not.
-    text = _DOCUMENT.sub(lambda found: f" {shlex.quote(found[5])} {found[4]}", text)
+    text = _FIRST.sub(_plain, text.replace("\r\n", "\n"))
     if opened := next((one for one in _QUOTED.finditer(text) if one[0] in "'\""), None):
         line = text.count("\n", 0, opened.start()) + 1
         raise ValueError(f"the quote {opened[0]} in line {line} is not closed")

@@ -59,6 +59,9 @@ def test_a_script_with_a_command_in_a_string():
         # A comment ends with its line, though that ends in a backslash.
         ("#   --fp16 \\\npython a.py --x 1", "--x 1"),
         ("python a.py --x 1 \\\n  --y 2", "--x 1 --y 2"),
+        # What begins first hides the rest: a comment in quotes is none, nor is a quote in a comment or here-document.
+        ("echo 'all # ranks'\necho \"of # them\"\npython a.py --x 1 # don't --y 2", "--x 1"),
+        ("cat <<EOF > f # isn't\nit's # one\nEOF\npython a.py --x 'b'", "--x b"),
         # A command in a variable, with a line's end in it that the shell does not see.
         ('CMD="torchrun a.py\n $OF --x 1"\necho $CMD\neval $CMD', "$OF --x 1"),
         ("N=6\npython a.py --x $((4 * $N / (1 + 2))) --y $((N % 4))", "--x 8 --y 2"),
