@@ -197,8 +197,8 @@ class OdysseyConfig:
     interrupted_step: str = _flag(
         "resume",
         "the step in which a rank is lost. resume: survivors keep what they have done, and only the lost rank's "
-        "part is done again; for that, messages stay in memory until the step's end. redo: all do the whole step "
-        "again",
+        "part is done again; for that, messages stay in memory until the step's end, unless that would cost more "
+        "than it saves, which the log says. redo: all do the whole step again",
         choices=INTERRUPTED_STEPS,
     )
     on_sigterm: str = _flag(

@@ -88,6 +88,7 @@ def can_resume(
     return (
         alike
         and progress.whole
+        and progress.keeps
         and fits(plan.layout, worker, rows)
         and not runs_apart(plan.program, rows, cuts_of(plan.layout))
     )

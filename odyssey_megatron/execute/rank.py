@@ -84,9 +84,7 @@ class RankRuntime:
         )
         self.position = Position(first_step, model.end.num_totals + NUM_VOTES)
         self._lookout = Lookout(member, fault_point, self.position, self.chronicle)
-        self._at_hand = StepAtHand(
-            model, self._device, self.position, self.chronicle, self._lookout, keeps=config.resumes_steps
-        )
+        self._at_hand = StepAtHand(model, self._device, self.position, self.chronicle, self._lookout)
         self._groups = Regrouping(
             self._cell, build, decline=member.reports.decline, on_groups=on_groups, tagged=tagged_messages
         )

@@ -27,7 +27,6 @@ class StepAtHand:
 
     Args:
         device: The device that the model is on.
-        keeps: Whether what has been done of an interrupted step may stay.
     """
 
     def __init__(
@@ -37,10 +36,8 @@ class StepAtHand:
         position: Position,
         chronicle: Chronicle,
         lookout: Lookout,
-        *,
-        keeps: bool,
     ):
-        self._model, self._device, self._keeps = model, device, keeps
+        self._model, self._device = model, device
         self._position, self._chronicle, self._lookout = position, chronicle, lookout
         self.progress: Progress | None = None
         """What has been done of the step; None if it has not begun, or must begin anew."""
@@ -51,7 +48,7 @@ class StepAtHand:
         """Begin the step, unless it is one that goes on; return its progress."""
         if self.progress is None:
             self._model.begin_step(self._position.committed)
-            self.progress = new_progress(assignment, keeps=self._keeps)
+            self.progress = new_progress(assignment)
         return self.progress
 
     def take_rest(self) -> Program | None:
@@ -90,7 +87,7 @@ class StepAtHand:
             self.progress or new_progress(assignment),
             self._model.compute,
             self._device,
-            keep=self._keeps,
+            keep=assignment.plan.keeps_messages,
         )
         self._rest = rest.program
         if rest.program is None:
@@ -140,7 +137,8 @@ class StepRunner:
     def run_exchanged(self, exchange: Exchange) -> Progress:
         """Run all of the step once more, with microbatches exchanged; return the progress of that attempt."""
         self._model.begin_step(self._position.committed)
-        program, trial = renumbered(self._program_of_step(), exchange), new_progress(self._assignment)
+        program = renumbered(self._program_of_step(), exchange)
+        trial = new_progress(self._assignment, keeps=False)
         self._run_once_more(program, self._measured.trace(self._position.committed), trial)
         return trial
 
@@ -168,7 +166,10 @@ class StepRunner:
         """
         self._model.begin_evaluation(first, microbatches)
         program = self._assignment.step(microbatches).program
-        trace, progress = self._measured.trace(self._position.committed), new_progress(self._assignment)
+        trace, progress = (
+            self._measured.trace(self._position.committed),
+            new_progress(self._assignment, keeps=False),
+        )
         with torch.no_grad():
             self._interpreter.run([one for one in program if one.op in FORWARD_ONLY], trace, progress)
 
@@ -192,7 +193,10 @@ class StepRunner:
         self._interpreter.abandon()
 
 
-def new_progress(assignment: Assignment, *, keeps: bool = False) -> Progress:
-    """Return the progress of a step, or an evaluation, that has not begun. ``keeps``: see :class:`Progress`."""
-    layout = assignment.layout
+def new_progress(assignment: Assignment, *, keeps: bool | None = None) -> Progress:
+    """Return the progress of a step, or an evaluation, that has not begun.
+
+    ``keeps``: see :class:`Progress`; None: as the plan says.
+    """
+    layout, keeps = assignment.layout, assignment.plan.keeps_messages if keeps is None else keeps
     return Progress(layout.num_microbatches, layout.num_layers, keeps=keeps, alone=assignment.cell.size == 1)

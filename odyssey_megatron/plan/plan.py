@@ -40,6 +40,8 @@ class Plan:
     transition_s: float
     peak_bytes: tuple[tuple[int, int], ...]
     """(worker, bytes) at the simulated peak."""
+    keeps_messages: bool = False
+    """Whether workers keep what they send until the step's end, so that a step that is interrupted can go on."""
     ahead: str = ""
     """For people: the number of eager forwards, and why there are no more; "" if none are asked for."""
 

@@ -98,6 +98,7 @@ class Decision:
             bound_s=best.option.least_step_s,
             transition_s=best.transition_s,
             peak_bytes=per_rank(assembled.peak_bytes, case.shares, best.layout, costs),
+            keeps_messages=costs.keeps_messages,
             ahead=assembled.ahead,
         )
 
@@ -134,6 +135,7 @@ def scheduled(
         bound_s=lower_bound_s(layout, profile.costs, speeds, caps),
         transition_s=0.0,
         peak_bytes=per_rank(assembled.peak_bytes, shares, layout, profile.costs),
+        keeps_messages=profile.costs.keeps_messages,
         ahead=assembled.ahead,
     )
 

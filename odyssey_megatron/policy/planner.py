@@ -16,20 +16,23 @@ from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import ConfigError, LayersLost, OdysseyError, PlanInfeasible
+from odyssey_megatron.plan.checking.bound import cluster_bound_s
 from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy import redundancy, replacing
-from odyssey_megatron.policy.case import worker_shares
+from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.costs.known import KnownCosts
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.heavier import Shortages
 from odyssey_megatron.policy.initial import beside_launch_line, best_plan, initial_plan
+from odyssey_megatron.policy.messages import with_or_without
 from odyssey_megatron.policy.preparing import incidents, prepare
 from odyssey_megatron.policy.redundancy import RedundantPlan
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
 from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s
+from odyssey_megatron.policy.shapes.pipelines import ALIKE
 from odyssey_megatron.policy.shapes.turns import TURNS
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
@@ -40,6 +43,8 @@ _WORTH_SAYING = 0.01
 """Gain in throughput from which on the best layout is named to a job that does not choose its own."""
 _MOST_COMPARED = 256
 """The most workers for which it is worked out beside a job."""
+_LONG = 1.25
+"""Multiple of what no step is shorter than, whatever memory there is, from which on memory may be to blame."""
 _GIVES_ALL = 1e-3
 """The speed that is assumed of a worker that is to leave: any other worker is a better place for its layers."""
 
@@ -55,6 +60,11 @@ class Decided:
     """Makes a plan that is better than ``plan``, for which layers must move first, behind the steps of ``plan``. None
     if there is none.
     """
+
+    @property
+    def last(self) -> Plan:
+        """The plan that it comes to."""
+        return self.target() if self.target else self.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +126,8 @@ class PolicyPlanner:
             )
             self._compares = False  # the best layout might not fit, either
             self.known.without_memory_limit()
-            # Leave out what is not necessary: forwards run ahead, and what auto would add.
+            # Leave out what is not necessary: messages for interrupted steps, forwards run ahead, what auto would add.
+            self.known.without_messages()
             mode = {"compute": "state", "auto": "off"}.get(self._config.redundancy, self._config.redundancy)
             self._job, self._standings = redundancy.with_mode(job, mode), []
             return Decided(plan=initial_plan(self._job, state, self.known.given), rows=())
@@ -125,7 +136,10 @@ class PolicyPlanner:
         """Return the first plan, with the redundancy asked for, or under ``auto`` the best. Raises PlanInfeasible."""
         asked = self._config.redundancy
         if asked in ("off", "state"):
-            plan = initial_plan(job, state, self.known.given)
+            mtbf_s = mean_time_between_failures_s(state, self._config.mtbf_s, state.started_s)
+            plan, _ = with_or_without(lambda costs: initial_plan(job, state, costs), self.known.given, mtbf_s)
+            if plan.keeps_messages != self.known.given.costs.keeps_messages:
+                self._keep_no_messages()
             return Decided(plan=plan, rows=beside_launch_line(plan, job, state, self.known.given))
         self._among = redundancy.MODES if asked == "auto" else (asked,)
         self._standings, impossible = redundancy.possible(
@@ -133,6 +147,13 @@ class PolicyPlanner:
         )
         chosen, rows = self._chosen(state, state.started_s)
         return Decided(plan=chosen.plan, rows=(*rows, *impossible))
+
+    def _keep_no_messages(self) -> None:
+        self.known.without_messages()
+        _log.warning(
+            "messages are not kept until a step's end, since the memory for them costs more than it saves: a step in "
+            "which a rank is lost is done again (--odyssey-interrupted-step redo)"
+        )
 
     def _chosen(self, state: ClusterState, now_s: float) -> tuple[RedundantPlan, tuple[CandidateRow, ...]]:
         """Choose among the standings by the present rate of failures; the job goes on with the choice."""
@@ -156,17 +177,42 @@ class PolicyPlanner:
         return self.known.learn(observations, incarnations, state.nodes)
 
     def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
-        profile = self.known.newest()
-        prepare(self._job, state, profile, is_measured=True)
+        profile, found = self.known.newest(), list[ClusterState]()
         for incident in incidents(current, state):
             left = state
             for rank in incident:
                 left = apply(left, RankDied(rank=rank, code=0, cause="rehearsal", t_s=now_s))
             if left.alive:
-                with contextlib.suppress(OdysseyError):
-                    self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
+                found.append(left)
+        for left in found[:1]:
+            profile = self._with_or_without_messages(left, current, profile, now_s)
+        prepare(self._job, state, profile, is_measured=True)
+        for left in found:
+            with contextlib.suppress(OdysseyError):
+                self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
         self.known.used = profile  # once all decisions that go by it are worked out
         self._compare(state, current, profile)
+
+    def _with_or_without_messages(
+        self, left: ClusterState, current: Plan, profile: Profile, now_s: float
+    ) -> Profile:
+        """Return ``profile``, for plans without messages if the first loss, of which ``left`` is left, is better mended
+        by one.
+        """
+
+        def plan(profile: Profile) -> Plan:
+            return self._going_on(left, current, profile, now_s, home=self._home, thorough=True).last
+
+        if self._job.eager_forwards:  # these go on by messages
+            return profile
+        mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
+        try:
+            _, found = with_or_without(plan, profile, mtbf_s)
+        except OdysseyError:
+            return profile
+        if found is not profile:
+            self._keep_no_messages()
+        return found
 
     def _compare(self, state: ClusterState, current: Plan, profile: Profile) -> None:
         """Say once, when costs are measured and nobody is missing, how much faster the best layout would be."""
@@ -308,19 +354,57 @@ class PolicyPlanner:
             weighed = ()  # the rows were given before
         if self._shortages:
             return self._with_less(state, previous, now_s)
+
+        def decided(profile: Profile) -> Decided:
+            return self._going_on(state, previous, profile, now_s, home=self._home, weighed=weighed)
+
         try:
-            return self._going_on(state, previous, self.known.used, now_s, home=self._home, weighed=weighed)
+            return self._fitting(state, decided)
         except PlanInfeasible:
             if not self._shortages.known.factors:
                 raise
             # How much more memory layers take is a guess: the job tries without it, rather than to end by it.
             self._shortages = Shortages()
-            return self._going_on(state, previous, self.known.used, now_s, home=self._home, weighed=weighed)
+            return self._fitting(state, decided)
+
+    def _fitting(self, state: ClusterState, decided: Callable[[Profile], Decided]) -> Decided:
+        """Return what is ``decided`` for ``state`` by the costs in use.
+
+        If nothing fits by these, or its step is long, what is decided without messages counts if it is better, and none
+        are kept from then on. Raises PlanInfeasible.
+        """
+        used, found, why = self.known.used, None, None
+        try:
+            found = decided(used)
+        except PlanInfeasible as error:
+            why = error
+        costs = used.costs
+        may_change = costs.keeps_messages and not self._job.eager_forwards  # these go on by messages
+        if found is not None:
+            bound_s = cluster_bound_s(self._job.num_microbatches, costs, state.alive, worker_speeds(state))
+            # What it comes to is worked out only if need be.
+            may_change &= costs.memory_bytes is not None and found.plan.step_s > _LONG * bound_s
+            may_change = may_change and found.last.step_s > _LONG * bound_s
+        if may_change:
+            with contextlib.suppress(PlanInfeasible):
+                other = decided(used.without_messages)
+                if found is None or other.last.step_s < found.last.step_s * (1 - ALIKE):
+                    self._keep_no_messages()
+                    return other
+        if found is None:
+            assert why is not None
+            raise why
+        return found
 
     def _with_less(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""
         with self._shortages.mended() as check:
-            found = self._going_on(state, previous, self.known.used, now_s, home=self._home, rebalances=True)
+            found = self._fitting(
+                state,
+                lambda profile: self._going_on(
+                    state, previous, profile, now_s, home=self._home, rebalances=True
+                ),
+            )
             check(found.plan.layout, previous.layout, state.alive)
         return found
 

@@ -233,10 +233,13 @@ def answered(
     """
     profile, config = scenario.profile, scenario.config
     say("the healthy job's plans")
-    # A job that does not fit would start without regard to memory; whoever asks wants to know that it does not fit.
-    initial_plan(replace(scenario.job, least_holders=0, eager_forwards=False), scenario.state, profile)
     planner = PolicyPlanner(config)
     start = planner.start(scenario.job, scenario.state, to_json(profile))
+    if planner.known.given.costs.memory_bytes != profile.costs.memory_bytes:
+        # A job that does not fit starts without regard to memory; whoever asks wants to know that it does not fit.
+        least = replace(scenario.job, least_holders=0, eager_forwards=False)
+        initial_plan(least, scenario.state, profile.without_messages)
+    profile = replace(profile, costs=replace(profile.costs, keeps_messages=start.plan.keeps_messages))
     job, decision, both, smaller, decide_s, ends, exit_code = planner.job, None, None, None, 0.0, "", 0
     if state != scenario.state:
         began_s = time.perf_counter()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from odyssey_megatron.policy.costs.profile import Profile
 from tests.e2e.jobs import assert_equal_runs, cases_of
+from tests.plan.samples import layer, uniform_costs
 
 BATCH = "--global-batch-size 24"
 
@@ -110,3 +114,24 @@ def test_what_was_run_ahead_is_not_done_again(jobs, undisturbed, name, case):
     shot = jobs.run(name, ranks=ranks, stages=stages, flags=flags)
     check(shot, undisturbed(f"{BATCH} {DROPOUT}" if more == DROPOUT else BATCH), inject)
     assert shot.run.recoveries[0].eager_forwards > 0
+
+
+@pytest.mark.parametrize("room", [16, 60])
+def test_without_room_for_messages_a_step_is_done_again(jobs, undisturbed, tmp_path, name, room):
+    """A stage's layers take 8 units and a microbatch of them 2; 12 microbatches have as many messages each way."""
+    unit = 2**20
+    one = replace(
+        layer(1e-3, 1e-3, 1e-3, unit), weight_bytes=unit, gradient_bytes=unit, optimizer_bytes=2 * unit
+    )
+    costs = uniform_costs(6, ends=True)
+    layers = (costs.layers[0], *(one,) * 6, costs.layers[-1])
+    costs = replace(costs, layers=layers, message_bytes=unit, link_bytes_per_s=1e12, memory_bytes=room * unit)
+    profile = tmp_path / "tight.json"
+    Profile(costs=costs, group_build_s=0.0).save(profile)
+    inject = "rank=1,step=2,at=weight_grad;rank=4,step=4,at=backward"
+    flags = f"{BATCH} --odyssey-profile {profile} --odyssey-policy reroute --odyssey-inject {inject}"
+    shot = jobs.run(name, ranks=6, stages=3, flags=flags)
+    assert_equal_runs(shot, undisturbed(BATCH), kills=2)
+    outcomes = {one.outcome for one in shot.run.recoveries} - {"superseded"}
+    assert outcomes == ({"redo"} if room == 16 else {"resume"})
+    assert ("messages are not kept" in shot.log) == (room == 16)

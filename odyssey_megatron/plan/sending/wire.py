@@ -46,6 +46,7 @@ class PlanShape:
     step_s: float
     bound_s: float
     transition_s: float
+    keeps_messages: bool
     ahead: str
 
 
@@ -198,6 +199,7 @@ def _shape(plan: Plan, cell_size: int) -> PlanShape:
         step_s=plan.step_s,
         bound_s=plan.bound_s,
         transition_s=plan.transition_s,
+        keeps_messages=plan.keeps_messages,
         ahead=plan.ahead,
     )
 
@@ -319,6 +321,7 @@ def _own_plan(shape: PlanShape, worker: int, part: WorkerPart, template: str) ->
         bound_s=shape.bound_s,
         transition_s=shape.transition_s,
         peak_bytes=(),
+        keeps_messages=shape.keeps_messages,
         ahead=shape.ahead,
     )
 

@@ -37,6 +37,11 @@ class KnownCosts:
         costs = replace(self.given.costs, memory_bytes=None)
         self.given = self.used = self.measured = replace(self.given, costs=costs)
 
+    def without_messages(self) -> None:
+        """Have plans keep no messages from now on (``policy/messages.py``)."""
+        self.given = self.given.without_messages
+        self.used, self.measured = self.used.without_messages, self.measured.without_messages
+
     def learn(
         self,
         published: Sequence[str],

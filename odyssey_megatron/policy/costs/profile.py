@@ -59,6 +59,11 @@ class Profile:
     achieves. Empty: not known.
     """
 
+    @property
+    def without_messages(self) -> Profile:
+        """The same profile for plans that keep no messages."""
+        return replace(self, costs=replace(self.costs, keeps_messages=False))
+
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON, all of it or nothing. Raises OSError."""
         path = Path(path)

@@ -53,10 +53,8 @@ _VISITS_OF_MANY = 1024
 _LOOK = 64
 """Number of visits that could be scheduled while the knapsack is solved once more."""
 
-_PROMISING = 4
-"""Where routes visit workers more than once, twice this many numbers of pipelines are looked at, the most promising
-ones.
-"""
+_PROMISING = 8
+"""Where routes visit workers more than once, this many numbers of pipelines are looked at, the most promising ones."""
 
 _BEHIND = 1.2
 """Estimates are of lengths that differ by at most one. With few workers, numbers of pipelines are looked at up to this
@@ -178,7 +176,7 @@ class _Look:
                 and 1 < self.workers // number <= other.splits.most_stages
             ]
             better: dict[int, Partition] = {}
-            limit_s = self._at(better, other, numbers[: 2 * _PROMISING], self._trusts, limit_s)
+            limit_s = self._at(better, other, numbers[:_PROMISING], self._trusts, limit_s)
             if better:
                 least_s, worth = limit_s, WORTH_TWICE
             partitions += better.values()

@@ -1,0 +1,41 @@
+"""Whether workers keep what they send until a step's end, so that an interrupted step can go on.
+
+That takes memory for every microbatch of a step (``Costs.keeps_messages``). Where plans with less memory are slower, or
+none fits, an interrupted step is done again instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.shapes.pipelines import ALIKE
+
+_FREE = 0.9
+"""A plan whose fullest worker leaves more than a tenth of its memory free is hardly slower for want of memory."""
+
+
+def with_or_without(make: Callable[[Profile], Plan], profile: Profile, mtbf_s: float) -> tuple[Plan, Profile]:
+    """Return the plan that ``make`` gives, and the profile that it is for: ``profile``, or without messages.
+
+    Args:
+        mtbf_s: mean time between failures. Each of them would cost half a step more without messages.
+
+    Raises:
+        PlanInfeasible: neither fits.
+    """
+    limit = profile.costs.memory_bytes
+    if not profile.costs.keeps_messages or limit is None:
+        return make(profile), profile
+    without = profile.without_messages
+    try:
+        kept = make(profile)
+    except PlanInfeasible:
+        return make(without), without
+    if max(size for _, size in kept.peak_bytes) <= _FREE * limit:
+        return kept, profile
+    other = make(without)
+    worth = ALIKE + other.step_s / 2 / mtbf_s
+    return (other, without) if kept.step_s > other.step_s * (1 + worth) else (kept, profile)
