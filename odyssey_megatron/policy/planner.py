@@ -44,7 +44,9 @@ _WORTH_SAYING = 0.01
 _MOST_COMPARED = 256
 """The most workers for which it is worked out beside a job."""
 _LONG = 1.25
-"""Multiple of what no step is shorter than, whatever memory there is, from which on memory may be to blame."""
+"""Multiple of what no step is shorter than, whatever memory there is, from which on memory may be to blame for it. Of
+the rows of ``tests/benchmarks/policies.py`` with free memory none is above 1.17.
+"""
 _GIVES_ALL = 1e-3
 """The speed that is assumed of a worker that is to leave: any other worker is a better place for its layers."""
 
@@ -373,28 +375,32 @@ class PolicyPlanner:
         If nothing fits by these, or its step is long, what is decided without messages counts if it is better, and none
         are kept from then on. Raises PlanInfeasible.
         """
-        used, found, why = self.known.used, None, None
+        used = self.known.used
+        if not used.costs.keeps_messages or self._job.eager_forwards:  # these go on by messages
+            return decided(used)
         try:
             found = decided(used)
-        except PlanInfeasible as error:
-            why = error
-        costs = used.costs
-        may_change = costs.keeps_messages and not self._job.eager_forwards  # these go on by messages
-        if found is not None:
-            bound_s = cluster_bound_s(self._job.num_microbatches, costs, state.alive, worker_speeds(state))
-            # What it comes to is worked out only if need be.
-            may_change &= costs.memory_bytes is not None and found.plan.step_s > _LONG * bound_s
-            may_change = may_change and found.last.step_s > _LONG * bound_s
-        if may_change:
+        except PlanInfeasible:
+            other = decided(used.without_messages)
+            self._keep_no_messages()
+            return other
+        if self._lacks_memory(state, found):
             with contextlib.suppress(PlanInfeasible):
                 other = decided(used.without_messages)
-                if found is None or other.last.step_s < found.last.step_s * (1 - ALIKE):
+                if other.last.step_s < found.last.step_s * (1 - ALIKE):
                     self._keep_no_messages()
                     return other
-        if found is None:
-            assert why is not None
-            raise why
         return found
+
+    def _lacks_memory(self, state: ClusterState, found: Decided) -> bool:
+        """Return whether memory may be to blame for the step that is ``found`` for ``state``."""
+        costs = self.known.used.costs
+        limit_s = _LONG * cluster_bound_s(
+            self._job.num_microbatches, costs, state.alive, worker_speeds(state)
+        )
+        # What it comes to is worked out only if need be.
+        is_long = found.plan.step_s > limit_s and found.last.step_s > limit_s
+        return costs.memory_bytes is not None and is_long
 
     def _with_less(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""
