@@ -20,19 +20,18 @@ from odyssey_megatron.plan.checking.bound import cluster_bound_s
 from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
-from odyssey_megatron.policy import redundancy, replacing
+from odyssey_megatron.policy import messages, redundancy, replacing
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.costs.known import KnownCosts
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
+from odyssey_megatron.policy.decided import Decided
 from odyssey_megatron.policy.heavier import Shortages
 from odyssey_megatron.policy.initial import beside_launch_line, best_plan, initial_plan
-from odyssey_megatron.policy.messages import with_or_without
 from odyssey_megatron.policy.preparing import incidents, prepare
 from odyssey_megatron.policy.redundancy import RedundantPlan
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
 from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s
-from odyssey_megatron.policy.shapes.pipelines import ALIKE
 from odyssey_megatron.policy.shapes.turns import TURNS
 from odyssey_megatron.policy.two_speed import rows as rows_of
 from odyssey_megatron.policy.two_speed import towards, two_speed
@@ -43,30 +42,8 @@ _WORTH_SAYING = 0.01
 """Gain in throughput from which on the best layout is named to a job that does not choose its own."""
 _MOST_COMPARED = 256
 """The most workers for which it is worked out beside a job."""
-_LONG = 1.25
-"""Multiple of what no step is shorter than, whatever memory there is, from which on memory may be to blame for it. Of
-the rows of ``tests/benchmarks/policies.py`` with free memory none is above 1.17.
-"""
 _GIVES_ALL = 1e-3
 """The speed that is assumed of a worker that is to leave: any other worker is a better place for its layers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """The plan to go on with now, and the better one to move towards."""
-
-    plan: Plan
-    rows: tuple[CandidateRow, ...]
-    """Rows of all candidates that were considered."""
-    target: Callable[[], Plan] | None = None
-    """Makes a plan that is better than ``plan``, for which layers must move first, behind the steps of ``plan``. None
-    if there is none.
-    """
-
-    @property
-    def last(self) -> Plan:
-        """The plan that it comes to."""
-        return self.target() if self.target else self.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +91,15 @@ class PolicyPlanner:
         job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
         self._home = decided.plan
+        holders, level = min(map(len, decided.plan.layout.holders)), self._config.redundancy_level
+        if 1 < level and holders < job.optimizer_copies:
+            _log.warning(
+                "--odyssey-redundancy-level %d asks for %d copies of each slice of optimizer state, but some layers "
+                "have %d holder(s), which keep as many: more data parallelism gives them more",
+                level,
+                job.optimizer_copies,
+                holders,
+            )
         return decided
 
     def _first_plan(self, job: JobSpec, state: ClusterState) -> Decided:
@@ -139,7 +125,9 @@ class PolicyPlanner:
         asked = self._config.redundancy
         if asked in ("off", "state"):
             mtbf_s = mean_time_between_failures_s(state, self._config.mtbf_s, state.started_s)
-            plan, _ = with_or_without(lambda costs: initial_plan(job, state, costs), self.known.given, mtbf_s)
+            plan, _ = messages.planned_with_or_without(
+                lambda costs: initial_plan(job, state, costs), self.known.given, mtbf_s
+            )
             if plan.keeps_messages != self.known.given.costs.keeps_messages:
                 self._keep_no_messages()
             return Decided(plan=plan, rows=beside_launch_line(plan, job, state, self.known.given))
@@ -209,7 +197,7 @@ class PolicyPlanner:
             return profile
         mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
         try:
-            _, found = with_or_without(plan, profile, mtbf_s)
+            _, found = messages.planned_with_or_without(plan, profile, mtbf_s)
         except OdysseyError:
             return profile
         if found is not profile:
@@ -370,37 +358,17 @@ class PolicyPlanner:
             return self._fitting(state, decided)
 
     def _fitting(self, state: ClusterState, decided: Callable[[Profile], Decided]) -> Decided:
-        """Return what is ``decided`` for ``state`` by the costs in use.
-
-        If nothing fits by these, or its step is long, what is decided without messages counts if it is better, and none
-        are kept from then on. Raises PlanInfeasible.
+        """Return what is ``decided`` for ``state`` by the costs in use, or, if that is better, without messages that
+        are kept. Raises PlanInfeasible.
         """
         used = self.known.used
-        if not used.costs.keeps_messages or self._job.eager_forwards:  # these go on by messages
+        if self._job.eager_forwards:  # these go on by messages
             return decided(used)
-        try:
-            found = decided(used)
-        except PlanInfeasible:
-            other = decided(used.without_messages)
+        bound_s = cluster_bound_s(self._job.num_microbatches, used.costs, state.alive, worker_speeds(state))
+        found, profile = messages.decided_with_or_without(decided, used, bound_s)
+        if profile is not used:
             self._keep_no_messages()
-            return other
-        if self._lacks_memory(state, found):
-            with contextlib.suppress(PlanInfeasible):
-                other = decided(used.without_messages)
-                if other.last.step_s < found.last.step_s * (1 - ALIKE):
-                    self._keep_no_messages()
-                    return other
         return found
-
-    def _lacks_memory(self, state: ClusterState, found: Decided) -> bool:
-        """Return whether memory may be to blame for the step that is ``found`` for ``state``."""
-        costs = self.known.used.costs
-        limit_s = _LONG * cluster_bound_s(
-            self._job.num_microbatches, costs, state.alive, worker_speeds(state)
-        )
-        # What it comes to is worked out only if need be.
-        is_long = found.plan.step_s > limit_s and found.last.step_s > limit_s
-        return costs.memory_bytes is not None and is_long
 
     def _with_less(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""

@@ -27,7 +27,8 @@ from odyssey_megatron.plan.scheduling.reductions import with_reductions
 from odyssey_megatron.plan.scheduling.visits import Visits
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
-from odyssey_megatron.policy.planner import Decided, PolicyPlanner
+from odyssey_megatron.policy.decided import Decided
+from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.studies.baselines import fused
 
 

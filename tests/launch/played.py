@@ -15,7 +15,6 @@ from odyssey_megatron.cluster.events import (
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch.coordinator.coordinator import Coordinator
-from odyssey_megatron.launch.coordinator.planner import Decided
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.control import Control, EventReader
@@ -25,6 +24,7 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.scheduling.programs import Programs
 from odyssey_megatron.plan.sending.generation import Message
+from odyssey_megatron.policy.decided import Decided
 from tests.launch.toy import posted_job
 
 PLAN = Plan(

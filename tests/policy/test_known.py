@@ -204,3 +204,11 @@ def test_what_is_kept_does_not_grow():
         kept.put(key, str(key), _KEPT_BYTES // 4)
         kept.get(0)
     assert [kept.get(key) for key in range(10)] == ["0", *[None] * 6, "7", "8", "9"]
+
+
+@pytest.mark.parametrize(("stages", "is_said"), [(4, True), (2, False)])
+def test_copies_of_optimizer_state_that_nobody_can_keep_are_named(stages, is_said, caplog):
+    planner, copies = PolicyPlanner(OdysseyConfig(redundancy_level=2)), 3
+    asked = replace(job(stages), optimizer_copies=copies)
+    planner.start(asked, initial_state(nodes=(0,) * 8), to_json(PROFILE))
+    assert ("asks for 3 copies" in caplog.text and "2 holder(s)" in caplog.text) == is_said

@@ -13,7 +13,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.policy.costs.profile import Profile
-from odyssey_megatron.policy.messages import with_or_without
+from odyssey_megatron.policy.messages import planned_with_or_without
 from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.plan.samples import layer, uniform_costs
 
@@ -87,7 +87,7 @@ def test_they_must_save_more_than_they_cost():
         def make(profile):
             return replace(full, step_s=kept_s) if profile.costs.keeps_messages else full
 
-        return with_or_without(make, given, mtbf_s=3600.0)[1].costs.keeps_messages
+        return planned_with_or_without(make, given, mtbf_s=3600.0)[1].costs.keeps_messages
 
     assert made(7.2)
     assert made(7.2 * 1.0015)
@@ -97,7 +97,7 @@ def test_they_must_save_more_than_they_cost():
         assert profile.costs.keeps_messages, "nothing is looked at twice where memory does not bind"
         return replace(full, peak_bytes=((0, 30),))
 
-    assert with_or_without(half_empty, given, mtbf_s=3600.0)[1] is given
+    assert planned_with_or_without(half_empty, given, mtbf_s=3600.0)[1] is given
 
 
 def test_nothing_fits():
@@ -108,4 +108,4 @@ def test_nothing_fits():
         raise PlanInfeasible("too large")
 
     with pytest.raises(PlanInfeasible):
-        with_or_without(make, given, mtbf_s=3600.0)
+        planned_with_or_without(make, given, mtbf_s=3600.0)

@@ -17,7 +17,7 @@ from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.launch.coordinator.replacing import Leaving, Named, Replacing
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
-from odyssey_megatron.policy.planner import Decided
+from odyssey_megatron.policy.decided import Decided
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.planner import Decided, Rebalanced
+from odyssey_megatron.policy.decided import Decided
+from odyssey_megatron.policy.planner import Rebalanced
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
 
 

@@ -19,7 +19,7 @@ from odyssey_megatron.launch.coordinator.slowness import Slowness
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.planner import Decided
+from odyssey_megatron.policy.decided import Decided
 
 _log = logging.getLogger(__name__)
 
