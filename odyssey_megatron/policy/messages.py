@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from math import inf
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.plan import Plan
@@ -51,27 +52,29 @@ def planned_with_or_without(
 
 
 def decided_with_or_without(
-    decide: Callable[[Profile], Decided], profile: Profile, bound_s: float
+    decide: Callable[[Profile], Decided], profile: Profile, bound_s: Callable[[], float]
 ) -> tuple[Decided, Profile]:
     """Return what ``decide`` gives, and the profile that it is for: ``profile``, or without messages.
 
     That is so where nothing fits with them, or steps are long and would be shorter without.
 
     Args:
-        bound_s: a time that no step is shorter than, whatever memory there is.
+        bound_s: gives a time that no step is shorter than, whatever memory there is. Called if there is a plan.
 
     Raises:
         PlanInfeasible: neither fits.
     """
     if not profile.costs.keeps_messages:
         return decide(profile), profile
-    without, limit_s = profile.without_messages, _LONG * bound_s
+    without = profile.without_messages
     try:
         kept = decide(profile)
     except PlanInfeasible:
         return decide(without), without
-    # The plan that it comes to is worked out only if need be.
-    if profile.costs.memory_bytes is not None and kept.plan.step_s > limit_s and kept.last.step_s > limit_s:
+    limit_s = inf if profile.costs.memory_bytes is None else _LONG * bound_s()
+    if (
+        kept.plan.step_s > limit_s and kept.last.step_s > limit_s
+    ):  # the last plan is worked out only if need be
         with contextlib.suppress(PlanInfeasible):
             other = decide(without)
             if other.last.step_s < kept.last.step_s * (1 - ALIKE):

@@ -364,7 +364,11 @@ class PolicyPlanner:
         used = self.known.used
         if self._job.eager_forwards:  # these go on by messages
             return decided(used)
-        bound_s = cluster_bound_s(self._job.num_microbatches, used.costs, state.alive, worker_speeds(state))
+
+        def bound_s() -> float:
+            speeds = worker_speeds(state)
+            return cluster_bound_s(self._job.num_microbatches, used.costs, state.alive, speeds)
+
         found, profile = messages.decided_with_or_without(decided, used, bound_s)
         if profile is not used:
             self._keep_no_messages()

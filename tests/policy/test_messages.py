@@ -11,7 +11,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.messages import planned_with_or_without
 from odyssey_megatron.policy.planner import PolicyPlanner
@@ -109,3 +109,9 @@ def test_nothing_fits():
 
     with pytest.raises(PlanInfeasible):
         planned_with_or_without(make, given, mtbf_s=3600.0)
+
+
+def test_where_nobody_is_left_it_is_the_loss_that_is_told():
+    planner, plan = started(60)
+    with pytest.raises(LayersLost):
+        planner.decide(left_of(*range(8)), plan, 1.0)
