@@ -166,10 +166,8 @@ class StepRunner:
         """
         self._model.begin_evaluation(first, microbatches)
         program = self._assignment.step(microbatches).program
-        trace, progress = (
-            self._measured.trace(self._position.committed),
-            new_progress(self._assignment, keeps=False),
-        )
+        trace = self._measured.trace(self._position.committed)
+        progress = new_progress(self._assignment, keeps=False)
         with torch.no_grad():
             self._interpreter.run([one for one in program if one.op in FORWARD_ONLY], trace, progress)
 

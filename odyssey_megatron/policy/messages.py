@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from math import inf
+from typing import TypeVar
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decided import Decided
 from odyssey_megatron.policy.shapes.pipelines import ALIKE
+
+T = TypeVar("T")
 
 _FREE = 0.9
 """A plan whose fullest worker leaves more than a tenth of its memory free is hardly slower for want of memory."""
@@ -36,19 +38,16 @@ def planned_with_or_without(
     Raises:
         PlanInfeasible: neither fits.
     """
-    limit = profile.costs.memory_bytes
-    if not profile.costs.keeps_messages or limit is None:
-        return make(profile), profile
-    without = profile.without_messages
-    try:
-        kept = make(profile)
-    except PlanInfeasible:
-        return make(without), without
+    kept, fits = _fitting(make, profile)
+    limit = fits.costs.memory_bytes
+    if not fits.costs.keeps_messages or limit is None:
+        return kept, fits
     if max(size for _, size in kept.peak_bytes) <= _FREE * limit:
-        return kept, profile
+        return kept, fits
+    without = profile.without_messages
     other = make(without)
     worth = ALIKE + other.step_s / 2 / mtbf_s
-    return (other, without) if kept.step_s > other.step_s * (1 + worth) else (kept, profile)
+    return (other, without) if kept.step_s > other.step_s * (1 + worth) else (kept, fits)
 
 
 def decided_with_or_without(
@@ -64,19 +63,29 @@ def decided_with_or_without(
     Raises:
         PlanInfeasible: neither fits.
     """
-    if not profile.costs.keeps_messages:
-        return decide(profile), profile
-    without = profile.without_messages
-    try:
-        kept = decide(profile)
-    except PlanInfeasible:
-        return decide(without), without
-    limit_s = inf if profile.costs.memory_bytes is None else _LONG * bound_s()
-    if (
-        kept.plan.step_s > limit_s and kept.last.step_s > limit_s
-    ):  # the last plan is worked out only if need be
+    kept, fits = _fitting(decide, profile)
+    if not fits.costs.keeps_messages or fits.costs.memory_bytes is None:
+        return kept, fits
+    limit_s = _LONG * bound_s()
+    # The plan that it comes to is worked out only if need be.
+    if kept.plan.step_s > limit_s and kept.last.step_s > limit_s:
+        without = profile.without_messages
         with contextlib.suppress(PlanInfeasible):
             other = decide(without)
             if other.last.step_s < kept.last.step_s * (1 - ALIKE):
                 return other, without
-    return kept, profile
+    return kept, fits
+
+
+def _fitting(make: Callable[[Profile], T], profile: Profile) -> tuple[T, Profile]:
+    """Return what ``make`` gives for ``profile``, or, if nothing fits with messages, for the same without.
+
+    Raises PlanInfeasible.
+    """
+    try:
+        return make(profile), profile
+    except PlanInfeasible:
+        if not profile.costs.keeps_messages:
+            raise
+    without = profile.without_messages
+    return make(without), without
