@@ -45,7 +45,7 @@ TURNING = {
     "first-in-agreement": ("replan", "rank=4,step=2,at=agreement", TIED),
     "turn-in-optimizer": ("auto", "rank=2,step=2,at=optimizer", ""),
     "first-in-commit": ("auto", "rank=0,step=2,at=commit", TIED),
-    "in-transfer": ("replan", "rank=1,step=2,at=forward;rank=3,step=2,at=transfer,generation=2", ""),
+    "in-groups": ("replan", "rank=1,step=2,at=forward;rank=3,step=2,at=groups,generation=2", ""),
     "in-agree": ("reroute", "rank=3,step=2,at=backward;rank=0,step=2,at=agree,generation=2", TIED),
 }
 
@@ -53,7 +53,7 @@ INTERLEAVED = {
     "first-in-backward": ("reroute", "rank=0,step=2,at=backward", TIED),
     "last-in-forward": ("auto", "rank=5,step=2,at=forward", DROPOUT),
     "two-in-a-row": ("reroute", "rank=2,step=1,at=reduce;rank=1,step=3,at=weight_grad", ""),
-    "in-transfer": ("replan", "rank=0,step=2,at=forward;rank=3,step=2,at=transfer,generation=2", TIED),
+    "in-agree": ("replan", "rank=0,step=2,at=forward;rank=3,step=2,at=agree,generation=2", TIED),
 }
 
 
