@@ -87,6 +87,8 @@ class WorkerState:
     """Whether these ranks share out optimizer state (``JobSpec.stretches``)."""
     missing: tuple[int, ...] = ()
     """The ranks that a smaller cell does without: the last ones of its worker."""
+    expert_loads: tuple[tuple[int, float], ...] = ()
+    """(number of ranks, tokens of the busiest one) as measured (``cluster/expert_loads.py``); empty: not yet."""
 
     @property
     def pace(self) -> float:
@@ -97,9 +99,10 @@ class WorkerState:
     def usual_pace(self) -> float:
         """The :attr:`pace` that it has if it is healthy: a smaller cell computes what a whole one does in turns.
 
-        But for experts: in the last turn of an uneven gang few tokens are spread over all of its ranks.
+        But for experts: in the last turn of an uneven gang few tokens are spread over all of its ranks, and in any
+        gang the rank whose experts are the busiest ones holds up the others.
         """
-        return 1 / (self.turns - self.experts_work * (self.turns - self._times_experts))
+        return 1 / (self.turns - self.experts_work * (self.turns - self._times_tokens))
 
     @property
     def size(self) -> int:
@@ -115,6 +118,17 @@ class WorkerState:
     def _times_experts(self) -> float:
         """The largest number of experts that any of its ranks has, relative to those of a whole one."""
         return ceil(round(self.experts / self.share, 6)) / self.experts if self.experts else self.turns
+
+    @property
+    def _times_tokens(self) -> float:
+        """The tokens of its busiest rank relative to those of a whole one's; as many as experts if not measured.
+
+        It is not taken to be faster than a whole one, though fewer ranks may have the experts dealt out more evenly.
+        """
+        loads, own = dict(self.expert_loads), len(self.ranks)
+        whole = own + len(self.missing)
+        known = loads.keys() >= {own, whole}
+        return max(1.0, loads[own] / loads[whole]) if known else self._times_experts
 
     @property
     def beside_whole(self) -> Share:
@@ -337,6 +351,12 @@ def with_speeds(state: ClusterState, speeds: Mapping[int, float]) -> ClusterStat
     return replace(
         state, workers=tuple(replace(w, speed=speeds.get(w.worker, w.speed)) for w in state.workers)
     )
+
+
+def with_expert_loads(state: ClusterState, loads: Mapping[int, float]) -> ClusterState:
+    """Return ``state`` with the measured loads of gangs of each number of ranks (``WorkerState.expert_loads``)."""
+    found = tuple(sorted(loads.items()))
+    return replace(state, workers=tuple(replace(one, expert_loads=found) for one in state.workers))
 
 
 def with_slow_links(state: ClusterState, longer_s: Mapping[tuple[int, int], float]) -> ClusterState:

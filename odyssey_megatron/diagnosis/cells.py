@@ -1,9 +1,13 @@
-"""Which rank of a slow cell the others wait for: by what each computes itself, without its waits in sums."""
+"""Which rank of a slow cell the others wait for: by what each computes itself, without its waits in sums.
+
+Ranks over which experts are spread compute unlike amounts, since some experts get more tokens than others. So each is
+compared with the ranks in its place in other cells that compute the same layers, where there are any.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.diagnosis.change import RECENT
@@ -20,32 +24,38 @@ class OwnWork:
 
     step: int
     rank: int
+    layers: tuple[tuple[int, int], ...]
+    """The spans of layers that it computed, ascending."""
     computed_s: float
-    """Time of all its layers. If taken by events on a GPU it is the same on all ranks of a cell, as it includes their
+    """Time of all these. If taken by events on a GPU it is the same on all ranks of a cell, as it includes their
     sums.
     """
     probe_s: float
     """Time of a product of matrices that is the same on all ranks, and that each computes by itself."""
 
 
-def with_ranks(diagnosis: Diagnosis, rows: Iterable[OwnWork], cell_size: int) -> Diagnosis:
-    """Return ``diagnosis`` with the ranks by which slow cells are slow, where these can be told."""
+def with_ranks(
+    diagnosis: Diagnosis, rows: Iterable[OwnWork], cell_size: int, *, spreads_experts: bool = False
+) -> Diagnosis:
+    """Return ``diagnosis`` with the ranks by which slow cells are slow, where these can be told.
+
+    ``spreads_experts``: what the ranks of a cell compute is not alike by itself.
+    """
     slow = diagnosis.slow
     if cell_size == 1 or not slow:
         return diagnosis
-    computed: dict[int, dict[int, list[float]]] = {worker: {} for worker in slow}
-    probed: dict[int, dict[int, list[float]]] = {worker: {} for worker in slow}
+    by_cell: dict[int, list[OwnWork]] = {}
     for one in sorted(rows, key=lambda row: row.step):
-        worker = one.rank // cell_size
-        if worker in slow:
-            computed[worker].setdefault(one.rank, []).append(one.computed_s)
-            probed[worker].setdefault(one.rank, []).append(one.probe_s)
+        by_cell.setdefault(one.rank // cell_size, []).append(one)
+    healthy = {cell: own for cell, own in by_cell.items() if cell not in slow}
     verdicts = []
     for verdict in diagnosis.verdicts:
-        who = verdict.worker
+        own = by_cell.get(verdict.worker, [])
+        own = [one for one in own if one.layers == own[-1].layers]
+        usual_s = _usual_s(own, healthy, cell_size)
         for times, what in (
-            (computed.get(who, {}), "what each computes itself"),
-            (probed.get(who, {}), "a product that is the same on all"),
+            (_computed(own, usual_s, cell_size, spreads_experts), "what each computes itself"),
+            (_levels((one.rank, one.probe_s) for one in own), "a product that is the same on all"),
         ):
             if found := _apart(times):
                 listed = ", ".join(f"{rank} ({factor:.2f} times as long)" for rank, factor in found.items())
@@ -56,12 +66,48 @@ def with_ranks(diagnosis: Diagnosis, rows: Iterable[OwnWork], cell_size: int) ->
     return replace(diagnosis, verdicts=tuple(verdicts))
 
 
-def _apart(times: Mapping[int, list[float]]) -> dict[int, float]:
+def _computed(
+    own: Sequence[OwnWork], usual_s: Mapping[int, float], cell_size: int, spreads_experts: bool
+) -> dict[int, float]:
+    """Return, for each rank of ``own``, its time relative to ``usual_s`` of its place in the cell, or in seconds where
+    no other cell computes the same. Empty where times of different places say nothing about ranks.
+    """
+    levels_s = _levels((one.rank, one.computed_s) for one in own)
+    if all(usual_s.get(rank % cell_size, 0.0) > 0 for rank in levels_s):
+        return {rank: level_s / usual_s[rank % cell_size] for rank, level_s in levels_s.items()}
+    return {} if spreads_experts else levels_s
+
+
+def _usual_s(
+    own: Sequence[OwnWork], healthy: Mapping[int, Iterable[OwnWork]], cell_size: int
+) -> dict[int, float]:
+    """Return place -> the median of what ranks there compute in cells that have as many ranks as that of ``own``, and
+    its layers.
+    """
+    of_place: dict[int, list[float]] = {}
+    places = {one.rank % cell_size for one in own}
+    for rows in healthy.values():
+        alike = [one for one in rows if one.layers == own[-1].layers] if own else []
+        levels_s = _levels((one.rank % cell_size, one.computed_s) for one in alike)
+        if levels_s.keys() == places:
+            for place, level_s in levels_s.items():
+                of_place.setdefault(place, []).append(level_s)
+    return {place: statistics.median(levels_s) for place, levels_s in of_place.items()}
+
+
+def _levels(times: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return rank -> the median of its last times, without ranks that have computed nothing."""
+    by_rank: dict[int, list[float]] = {}
+    for rank, seconds in times:
+        by_rank.setdefault(rank, []).append(seconds)
+    return {rank: statistics.median(of[-RECENT:]) for rank, of in by_rank.items() if any(of)}
+
+
+def _apart(levels: Mapping[int, float]) -> dict[int, float]:
     """Return, for each rank that stands out, how many times as long it takes as the faster half of its cell.
 
     Empty if all of them stand out, which cannot be.
     """
-    levels = {rank: statistics.median(of[-RECENT:]) for rank, of in times.items() if any(of)}
     if len(levels) < 2:
         return {}
     usual = statistics.median_low(levels.values())

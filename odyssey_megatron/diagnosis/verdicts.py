@@ -72,6 +72,8 @@ class Diagnosis:
     took: StepTimes = field(default_factory=StepTimes)
     held_up: frozenset[int] = frozenset()
     """The slow workers that do not get their processor."""
+    expert_loads: Mapping[int, float] = field(default_factory=dict)
+    """Number of ranks of a gang -> tokens of its busiest rank (``cluster/expert_loads.py``)."""
 
     @property
     def slow(self) -> dict[int, float]:

@@ -150,6 +150,7 @@ class Chronicle:
         state_bytes: Callable[[], Mapping[int, int]],
         *,
         optimizer_bytes: Callable[[], int] = int,
+        expert_loads: Callable[[], Mapping[int, float]] = dict,
         is_whole: bool = True,
     ) -> None:
         """Note that ``step`` is over.
@@ -157,6 +158,7 @@ class Chronicle:
         Args:
             state_bytes: Gives the bytes of state of each layer whose state is here.
             optimizer_bytes: Gives those of all optimizer state that is here.
+            expert_loads: Gives how unevenly experts load gangs (``cluster/expert_loads.py``); all ranks know the same.
             is_whole: The step had all microbatches of the plan; it has fewer while the batch size ramps up.
                 Only whole steps are compared with others and with the simulation of the plan.
         """
@@ -177,6 +179,7 @@ class Chronicle:
                 state_bytes(),
                 took if self.steps_here > 1 and is_whole else None,
                 optimizer_bytes(),
+                expert_loads() if self.speaks else {},
             )
             self._member.reports.publish_observations(measured)
 

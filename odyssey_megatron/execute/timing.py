@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from odyssey_megatron.plan.schedule import COMPUTE, Instr, Op, by_microbatch
 from odyssey_megatron.plan.sending.runs import to_runs
 from odyssey_megatron.policy.costs.measured import (
     EndSeen,
+    ExpertsSeen,
     HeldSeen,
     LinkSeen,
     LinkTimes,
@@ -256,6 +258,7 @@ class Measurements:
         measured step it is over.
         """
         self._held: deque[HeldSeen] = deque(maxlen=_KEPT)
+        self._experts: deque[ExpertsSeen] = deque(maxlen=_KEPT)
         self._uneven: deque[UnevenSeen] = deque(maxlen=_KEPT)
         self._exchanged: tuple[int, Exchanged, Summed] = (-1, {}, {})
 
@@ -284,6 +287,7 @@ class Measurements:
         state_bytes: Mapping[int, int],
         took: StepSeen | None = None,
         optimizer_bytes: int = 0,
+        expert_loads: Mapping[int, float] = MappingProxyType({}),
     ) -> str:
         """Return what is known after ``step``, which was measured, in the form in which it is published.
 
@@ -291,7 +295,10 @@ class Measurements:
             state_bytes: The bytes of state of each layer whose state is here.
             took: The time of the step; None if it tells nothing about other steps.
             optimizer_bytes: Of optimizer state that is here.
+            expert_loads: See :class:`ExpertsSeen`. Empty: another rank tells, or there are no such experts.
         """
+        if expert_loads:
+            self._experts.append(ExpertsSeen(step=step, loads=tuple(sorted(expert_loads.items()))))
         self._took.extend([took] if took else [])
         self._ends.extend([self._ending()] if self._ending else [])
         self._ending = trace.ending(step, optimizer_bytes)
@@ -311,6 +318,7 @@ class Measurements:
             steps=tuple(self._took),
             ends=tuple(self._ends),
             held=tuple(self._held),
+            experts=tuple(self._experts),
             uneven=tuple(self._uneven),
             state_bytes=tuple(sorted(state_bytes.items())),
             regroup_s=self.regroup_s,

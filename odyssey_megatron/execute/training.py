@@ -84,6 +84,7 @@ class Training:
             time.monotonic() - began_s,
             lambda: {layer: self.model.holdings.moved_bytes(layer) for layer in layout.kept_by(worker)},
             optimizer_bytes=self.model.holdings.optimizer_bytes,
+            expert_loads=self.model.end.expert_loads,
             is_whole=self.model.microbatches_of(step) == layout.num_microbatches,
         )
         if trace.measured:

@@ -87,7 +87,12 @@ class PolicyPlanner:
         given = _checked(from_json(Profile, profile_json), job)
         costs = given.costs.with_stretches(*job.stretches)
         given = replace(given, costs=replace(costs, keeps_messages=self._config.resumes_steps))
-        self.known = KnownCosts(Path(self._config.run_dir) / "profile.json", given, job.cell_size)
+        self.known = KnownCosts(
+            Path(self._config.run_dir) / "profile.json",
+            given,
+            job.cell_size,
+            spreads_experts=job.experts_of_one > 0,
+        )
         job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)
         self._home = decided.plan

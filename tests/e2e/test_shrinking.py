@@ -169,6 +169,12 @@ def test_what_is_left_of_a_gang_has_the_experts_of_those_that_are_lost(
     (shrinks,) = shot.named("cell_shrinks")
     assert (shrinks["ranks"], shrinks["whole"]) == ([*range(group, group + group // 2)], group)
     assert trained(shot) == [[[1, group // 2]]]
+    for event in shot.named("expert_loads"):
+        loads = dict(event["loads"])
+        assert loads.keys() == {group // 2, group}
+        assert loads[group // 2] == 2.0, "it has all experts, where each of two had half of them"
+        assert 1.0 <= loads[group] < 2.0
+    assert shot.named("expert_loads")
 
 
 @matrix

@@ -125,6 +125,9 @@ class Held:
 
     def kept(self, microbatch: int, first: int, last: int) -> None: ...
 
+    def expert_loads(self) -> dict[int, float]:
+        return {}
+
     def timed(self, took_s: object) -> None:
         """All microbatches are alike."""
 

@@ -333,3 +333,22 @@ def test_how_long_it_will_last():
     assert remaining_s(0.0, mean_s=LINK_S) == 1440.0
     assert remaining_s(1000.0) > remaining_s(0.0), "the longer it has lasted"
     assert remaining_s(0.0, [1.0] * 10) < 60.0, "where it is always over soon"
+
+
+def test_what_experts_load_gangs_with_is_known_to_decisions_and_told_where_it_is_much(job):
+    rebalancing = job(acts=False)
+    even, hot = {4: 1.04, 2: 2.0}, {4: 1.5, 2: 2.1}
+    state, _ = rebalancing.look(replace(slow(4), expert_loads=even), job.state, job.plan, 9.0)
+    assert {one.expert_loads for one in state.workers} == {((2, 2.0), (4, 1.04))}
+    assert job.said == []
+    known, _ = rebalancing.look(replace(slow(5), expert_loads={4: 1.06, 2: 2.02}), state, job.plan, 10.0)
+    assert known is state, "as good as before"
+    assert rebalancing.look(slow(6), state, job.plan, 11.0)[0] is state, "nobody has told anything new"
+    state, _ = rebalancing.look(replace(slow(7), expert_loads=hot), state, job.plan, 12.0)
+    assert {one.expert_loads for one in state.workers} == {((2, 2.1), (4, 1.5))}
+    (said,) = job.said
+    assert (
+        "the busiest rank of a gang of 4 gets 1.50 times the mean of tokens, 2.10 times in one of 2" in said
+    )
+    told = [event["loads"] for event in read_journal(job.folder) if event["event"] == "expert_loads"]
+    assert told == [[[4, 1.04], [2, 2.0]], [[4, 1.5], [2, 2.1]]]

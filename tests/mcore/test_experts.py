@@ -57,6 +57,31 @@ def test_an_evaluation_counts_nothing(model):
     assert not counted(model)[0].any()
 
 
+def test_tokens_of_experts_that_are_spread_over_ranks_count_without_biases_too(make_model):
+    from megatron.core.transformer.moe.router import Router
+
+    from odyssey_megatron.mcore.model.experts import Routing
+
+    made = make_model(num_experts=EXPERTS, moe_router_topk=TOPK, moe_router_enable_expert_bias=False)
+    assert made.holdings.routing.num_totals == LAYERS, "auxiliary losses only, on one rank"
+    layer = made.holdings.layers[1].parts
+    routing = Routing(made.spec.config, made.holdings.groups, made.holdings.seeds, spreads_experts=True)
+    routing.attach(1, layer)
+    (router,) = [one for one in layer.modules() if isinstance(one, Router)]
+    sent = []
+    router.register_forward_hook(lambda module, given, chosen: sent.append(chosen[1].clone()))
+    for _ in range(2):
+        made.compute.forward(0, 0, 2, None)
+        made.compute.forward(1, 0, 2, None)
+    by_hand = [
+        sum(int(one[token, expert]) for one in sent[:2] for token in range(TOKENS)) for expert in range(4)
+    ]
+    assert sum(by_hand) == 2 * TOKENS * TOPK
+    assert len(sent) == 4
+    routing.balance({}, routing.local_totals())
+    assert routing.tokens == [by_hand, [0.0] * EXPERTS]
+
+
 def test_experts_whose_gradients_megatron_would_not_sum_are_refused(spec):
     from odyssey_megatron.errors import ConfigError
     from odyssey_megatron.mcore.model.experts import Routing

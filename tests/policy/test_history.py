@@ -9,6 +9,7 @@ import pytest
 from odyssey_megatron.cluster.state import initial_state, with_speeds
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.diagnosis.cells import with_ranks
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict
 from odyssey_megatron.policy.costs.history import History
 from odyssey_megatron.policy.costs.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen, UnevenSeen
@@ -107,8 +108,8 @@ def test_a_single_microbatch_counts_once():
     assert found.factors[1] == pytest.approx(15.5 / 15, rel=0.01)
 
 
-def in_cells(computes, probes):
-    """Four cells of two ranks, five steps; rank -> so many times its time."""
+def in_cells(computes, probes, ranks=8):
+    """Cells of so many ``ranks`` in total, eight steps; rank -> so many times its time."""
     return {
         rank: Measured(
             spans=tuple(
@@ -123,7 +124,7 @@ def in_cells(computes, probes):
                 )
             )
         )
-        for rank in range(8)
+        for rank in range(ranks)
     }  # fmt: skip
 
 
@@ -143,6 +144,39 @@ def test_the_rank_that_holds_up_its_cell_is_named(computes, probes, blamed, by):
     assert verdict.factor == pytest.approx(2.0)
     assert by in verdict.evidence
     assert ("the others of its cell wait for" in verdict.evidence) == bool(blamed)
+
+
+HOT = {0: 3.0, 4: 3.0, 8: 3.0}
+"""In each of three gangs the first rank has an expert that most tokens go to."""
+
+
+@pytest.mark.parametrize("spreads_experts", [False, True])
+def test_a_rank_whose_experts_get_many_tokens_is_not_taken_for_the_slow_one(spreads_experts):
+    found = History(4, spreads_experts=spreads_experts).with_published(
+        in_cells(HOT | {6: 4.0}, {}, ranks=12), {}
+    )
+    (verdict,) = found.diagnosis(NOBODY, PROFILE.costs).verdicts
+    assert (verdict.worker, verdict.ranks) == (1, (6,))
+    assert "rank(s) 6 (4.00 times as long)" in verdict.evidence
+
+
+def test_where_no_other_gang_has_its_layers_only_the_product_tells():
+    def verdict_with(probes):
+        told = in_cells(HOT | {6: 4.0}, probes, ranks=12)
+        for rank in range(4, 8):
+            spans = told[rank].spans
+            told[rank] = replace(
+                told[rank], spans=tuple(replace(one, last=one.last * 9 // 10) for one in spans)
+            )
+        before = replace(
+            NOBODY, verdicts=(Verdict(kind="slow worker", worker=1, factor=2.0, evidence="by the test"),)
+        )
+        rows = History(4, spreads_experts=True).with_published(told, {}).own_work()
+        (found,) = with_ranks(before, rows, 4, spreads_experts=True).verdicts
+        return found.ranks
+
+    assert verdict_with({}) == ()
+    assert verdict_with({6: 4.0}) == (6,)
 
 
 def test_who_has_nothing_to_do_is_seen_by_the_product_that_all_compute():

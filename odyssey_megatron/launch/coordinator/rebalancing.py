@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from odyssey_megatron.cluster.state import ClusterState, with_speeds
+from odyssey_megatron.cluster.state import ClusterState, with_expert_loads, with_speeds
 from odyssey_megatron.diagnosis.change import RECENT
 from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
 from odyssey_megatron.diagnosis.verdicts import UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
@@ -30,6 +30,9 @@ factor that has moved by ``_WORTH_A_LINE``; after the second a line comes in any
 """
 _EACH_EVERY_S = 0.05
 """Seconds per worker that ``_AT_MOST_EVERY_S`` grows to: of hundreds some always move, and a line contains them all."""
+_ANOTHER_LOAD = 0.05
+"""The least relative change in what experts load gangs with that decisions go by: routers change all the time, and
+what was worked out for the loads of before should hold."""
 _LEAST_GAIN = 0.03
 """The least gain in step time for which the plan changes: a smaller one may be noise."""
 
@@ -85,6 +88,7 @@ class Rebalancing:
             return state, None
         self._seen = diagnosis
         self._note_measured(diagnosis, now_s)
+        state = self._with_expert_loads(diagnosis, state)
         before, state = state, state if self._acts else with_speeds(state, self._workers.speeds)
         of_ways = (*diagnosis.links.verdicts, *diagnosis.sums.verdicts)
         self._told.doubt_only([*diagnosis.slow, *(one.links for one in of_ways)])
@@ -222,6 +226,23 @@ class Rebalancing:
                 if piece.last > piece.first
             ]
             self._journal.event("measured", factors=list(factors.items()), costs=costs)
+
+    def _with_expert_loads(self, diagnosis: Diagnosis, state: ClusterState) -> ClusterState:
+        """Return ``state`` with what is measured of experts, if that is new, and tell the user."""
+        before, loads = dict(state.workers[0].expert_loads), diagnosis.expert_loads
+        if all(
+            size in before and abs(load / before[size] - 1) < _ANOTHER_LOAD for size, load in loads.items()
+        ):
+            return state
+        self._journal.event("expert_loads", loads=[[size, round(load, 3)] for size, load in loads.items()])
+        (whole, busiest), *smaller = sorted(loads.items(), reverse=True)
+        if busiest >= LEAST_SLOWNESS:
+            of_others = "".join(f", {load:.2f} times in one of {size} ranks" for size, load in smaller)
+            self._told.say(
+                f"[odyssey] experts: the busiest rank of a gang of {whole} gets {busiest:.2f} times the mean of tokens"
+                f"{of_others}"
+            )
+        return with_expert_loads(state, loads)
 
 
 def _ranks_on(state: ClusterState, node: int) -> list[int]:

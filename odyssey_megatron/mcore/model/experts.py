@@ -3,7 +3,7 @@
 A router adds to its token counts, and to Megatron's sums of auxiliary losses, whenever it runs. Here each (microbatch,
 layer) has a record of its own, which is overwritten each time that the router runs for it, recomputation included. The
 sum of all records travels with the step's totals. From this sum every holder of a layer updates the biases of its
-experts (auxiliary-loss-free balancing), and Megatron logs its auxiliary losses.
+experts (auxiliary-loss-free balancing), Megatron logs its auxiliary losses, and plans know which experts are busy.
 """
 
 from __future__ import annotations
@@ -112,8 +112,17 @@ def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 class Routing:
     """The records of a step: what the routers of this rank have counted."""
 
-    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, seeds: LayerSeeds):
-        """``seeds`` knows the microbatch at hand. Raises ConfigError."""
+    def __init__(
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        seeds: LayerSeeds,
+        *,
+        spreads_experts: bool = False,
+    ):
+        """``seeds`` knows the microbatch at hand. ``spreads_experts``: whether experts are spread over the ranks of a
+        whole cell. Raises ConfigError.
+        """
         _check(config)
         self._config, self._seeds = config, seeds
         self._layers = {layer: place for place, layer in enumerate(with_experts(config))}
@@ -122,7 +131,12 @@ class Routing:
         kinds = [kinds] if isinstance(kinds, str) else kinds
         self._names = ["z_loss"] * (config.moe_z_loss_coeff is not None)
         self._names += [name for kind, name in _LOSSES.items() if kind in kinds]
-        self._counted = (config.num_moe_experts or 0) if config.moe_router_enable_expert_bias else 0
+        self._has_biases = config.moe_router_enable_expert_bias
+        self._counted = (config.num_moe_experts or 0) if self._has_biases or spreads_experts else 0
+        self.tokens: list[list[float]] = []
+        """For each layer that has experts, the number of tokens of each expert in the last step, on all ranks. Empty
+        if they are not counted.
+        """
         self.records: Records = {}
 
     # -- in a forward ---------------------------------------------------------------------------------------------
@@ -136,28 +150,33 @@ class Routing:
             self._attach(number, router)
 
     def _attach(self, layer: int, router: Router) -> None:
-        if self._counted:  # a 16-bit model would count, and balance, in 16 bits
+        if self._has_biases:  # a 16-bit model would count, and balance, in 16 bits
             for name in ("expert_bias", "local_tokens_per_expert"):
                 setattr(router, name, getattr(router, name).to(torch.float32))
 
         def before(*unused: Any) -> None:
             if router.training:
                 compat.clear_aux_losses()
-                if self._counted:
+                if self._has_biases:
                     _tokens(router).zero_()
 
         def after(router: Router, given: Any, made: Any) -> Any:
             if self._seeds.is_idle:  # whatever it has counted is not recorded
                 return tuple(map(_nothing, made))
             if router.training and torch.is_grad_enabled():  # otherwise it will be recomputed
-                self.records[self._seeds.microbatch, layer] = self._row(router)
+                # What Megatron balances by leaves padding out.
+                tokens = _tokens(router) if self._has_biases else made[1].sum(dim=0)
+                self.records[self._seeds.microbatch, layer] = self._row(tokens)
             return None
 
         router.register_forward_pre_hook(before)
         router.register_forward_hook(after)
 
-    def _row(self, router: Router) -> torch.Tensor:
-        """The record of a ``router`` that has just run: 1-D, float64, as described at ``Records``."""
+    def _row(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The record of a router that has just run: 1-D, float64, as described at ``Records``.
+
+        ``tokens``: the number that it has sent to each expert, [experts].
+        """
         row = torch.zeros(
             len(self._names) + self._counted, dtype=torch.float64, device=torch.cuda.current_device()
         )
@@ -165,7 +184,7 @@ class Routing:
             if name in self._names:
                 row[self._names.index(name)] = values.sum() / (1 if is_part else self._cell_size)
         if self._counted:
-            row[len(self._names) :] = _tokens(router)
+            row[len(self._names) :] = tokens
         return row
 
     def take_back(self, microbatch: int, first: int, last: int) -> Records:
@@ -208,7 +227,11 @@ class Routing:
         """
         if not self._counted:
             return
-        tokens = totals.reshape(self._shape)[:, len(self._names) :].to(torch.float32)
+        counts = totals.reshape(self._shape)[:, len(self._names) :]
+        self.tokens = counts.tolist()
+        if not self._has_biases:
+            return
+        tokens = counts.to(torch.float32)
         beside = torch.sign(tokens.sum(1, keepdim=True) / self._counted - tokens)
         moves = to_device(beside * self._config.moe_router_bias_update_rate)
         for layer, module in layers.items():

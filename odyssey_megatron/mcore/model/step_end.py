@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from odyssey_megatron.cluster.expert_loads import expert_loads
 from odyssey_megatron.errors import NotFinite
 from odyssey_megatron.mcore.loop import outcome
 from odyssey_megatron.mcore.loop.microbatches import Microbatches
@@ -124,6 +125,11 @@ class StepEnd:
     def timed(self, took_s: Callable[[], Mapping[Instr, float]]) -> None:
         """Report the times ``took_s`` that this rank's instructions took in a step that is over."""
         self._microbatches.balance.timed(took_s)
+
+    def expert_loads(self) -> dict[int, float]:
+        """See ``cluster.expert_loads.expert_loads``, for the last step. Empty if no experts are spread over ranks."""
+        whole = self._holdings.cell.whole
+        return expert_loads(whole, self._routing.tokens) if whole.expert > 1 else {}
 
     def squared_weights(self) -> torch.Tensor:
         """This rank's share of the sum of all squared parameters, [1], float64. A slice's first owner counts it."""

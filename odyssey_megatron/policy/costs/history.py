@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from odyssey_megatron.diagnosis.cells import OwnWork, with_ranks
+from odyssey_megatron.diagnosis.change import RECENT
 from odyssey_megatron.diagnosis.held_up import HeldUp, with_held_up
 from odyssey_megatron.diagnosis.links import LinkTiming, SumTiming, diagnose_links, diagnose_sums
 from odyssey_megatron.diagnosis.steps import StepTimes
@@ -16,7 +17,15 @@ from odyssey_megatron.diagnosis.timings import TimedWork, Timing, Timings
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, diagnose, with_uneven_sequences
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.sending.runs import from_runs
-from odyssey_megatron.policy.costs.measured import HeldSeen, LinkSeen, Measured, StepSeen, SumSeen, UnevenSeen
+from odyssey_megatron.policy.costs.measured import (
+    ExpertsSeen,
+    HeldSeen,
+    LinkSeen,
+    Measured,
+    StepSeen,
+    SumSeen,
+    UnevenSeen,
+)
 from odyssey_megatron.policy.costs.profile import Observation
 
 T = TypeVar("T")
@@ -43,6 +52,7 @@ class _Seen:
     sums: Mapping[int, tuple[SumSeen, ...]] = field(default_factory=dict)
     took: Mapping[int, StepSeen] = field(default_factory=dict)
     held: Mapping[int, HeldSeen] = field(default_factory=dict)
+    experts: Mapping[int, ExpertsSeen] = field(default_factory=dict)
     uneven: Mapping[int, UnevenSeen] = field(default_factory=dict)
 
 
@@ -52,6 +62,8 @@ class History:
 
     cell_size: int
     seen: Mapping[int, _Seen] = field(default_factory=dict)
+    spreads_experts: bool = False
+    """Whether experts are spread over the ranks of a cell."""
 
     def with_published(self, published: Mapping[int, Measured], incarnations: Mapping[int, int]) -> History:
         """Return the history with what ranks have ``published``, by rank.
@@ -72,8 +84,9 @@ class History:
                 sums[step] = tuple(one for one in measured.sums if one.step == step)
             took = {**before.took, **{one.step: one for one in measured.steps}}
             held = {**before.held, **{one.step: one for one in measured.held}}
+            experts = {**before.experts, **{one.step: one for one in measured.experts}}
             uneven = {**before.uneven, **{one.step: one for one in measured.uneven}}
-            seen[rank] = _Seen(measured.incarnation, steps, links, sums, took, held, uneven)
+            seen[rank] = _Seen(measured.incarnation, steps, links, sums, took, held, experts, uneven)
         for rank, incarnation in incarnations.items():
             if rank in seen and seen[rank].incarnation != incarnation:
                 del seen[rank]
@@ -88,11 +101,12 @@ class History:
                 _since(one.sums, oldest),
                 _since(one.took, oldest),
                 _since(one.held, oldest),
+                _since(one.experts, oldest),
                 _since(one.uneven, oldest),
             )
             for rank, one in seen.items()
         }
-        return History(self.cell_size, kept)
+        return replace(self, seen=kept)
 
     def timings(self) -> Timings:
         """Return timings by worker: a cell is as slow as its slowest rank."""
@@ -141,14 +155,24 @@ class History:
         for rank, of_rank in self.seen.items():
             for step, spans in of_rank.steps.items():
                 probes = [one.forward_s for one in spans if one.last == one.first]
-                own = (one for one in spans if one.last > one.first)
+                own = [one for one in spans if one.last > one.first]
+                layers = tuple(sorted((one.first, one.last) for one in own))
                 computed_s = sum(one.forward_s + one.input_grad_s + one.weight_grad_s for one in own)
-                yield OwnWork(step, rank, computed_s, max(probes, default=0.0))
+                yield OwnWork(step, rank, layers, computed_s, max(probes, default=0.0))
 
     def uneven(self) -> list[tuple[int, float, float]]:
         """Return (step, spread, together) of each rank."""
         seen = [one for of_rank in self.seen.values() for one in of_rank.uneven.values()]
         return [(one.step, one.spread, one.together) for one in seen]
+
+    def expert_loads(self) -> dict[int, float]:
+        """Return how unevenly experts load gangs, as the median of the last steps (``cluster/expert_loads.py``)."""
+        by_step = {step: one.loads for of in self.seen.values() for step, one in of.experts.items()}
+        found: dict[int, list[float]] = {}
+        for step in sorted(by_step)[-RECENT:]:
+            for size, load in by_step[step]:
+                found.setdefault(size, []).append(load)
+        return {size: statistics.median(loads) for size, loads in sorted(found.items())}
 
     def step_times(self) -> StepTimes:
         """Return the median time of each step of the newest generation."""
@@ -186,7 +210,7 @@ class History:
         found = diagnose(timings, known, before.slow)
         found = with_held_up(found, self.held_up(), before.held_up)
         found = with_uneven_sequences(found, self.uneven())
-        found = with_ranks(found, self.own_work(), self.cell_size)
+        found = with_ranks(found, self.own_work(), self.cell_size, spreads_experts=self.spreads_experts)
         times_s: dict[tuple[int, int], float] = {}
         for piece, (cost_s, _) in found.costs.items():
             times_s[piece.first, piece.last] = times_s.get((piece.first, piece.last), 0.0) + cost_s
@@ -197,6 +221,7 @@ class History:
             links=diagnose_links(self.link_timings(), nodes, least_s),
             sums=diagnose_sums(self.sum_timings(), nodes, least_s),
             took=self.step_times(),
+            expert_loads=self.expert_loads(),
         )
 
     def healthy(self, diagnosis: Diagnosis) -> tuple[Observation, ...]:

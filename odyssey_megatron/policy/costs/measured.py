@@ -80,6 +80,15 @@ class HeldSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSeen:
+    """How unevenly the experts of a step loaded the ranks over which they are spread."""
+
+    step: int
+    loads: tuple[tuple[int, float], ...]
+    """(number of ranks of a gang, tokens of its busiest rank), as in ``cluster/expert_loads.py``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnevenSeen:
     """How much the microbatches of a step differed that had the same work on this rank."""
 
@@ -108,6 +117,8 @@ class Measured:
     ends: tuple[EndSeen, ...] = ()
     held: tuple[HeldSeen, ...] = ()
     """Empty where no CPU computes."""
+    experts: tuple[ExpertsSeen, ...] = ()
+    """Of all gangs, and told by one rank."""
     uneven: tuple[UnevenSeen, ...] = ()
     """Only of steps with enough microbatches."""
     state_bytes: tuple[tuple[int, int], ...] = ()
