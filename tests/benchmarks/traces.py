@@ -16,7 +16,7 @@ others are strong.
 start as they do: where the launch line says, and beside Oobleck with the best pipelines (``--odyssey-layout auto``).
 ``ceiling`` is what we could not be above: the best of our healthy throughputs times the share of GPUs that live,
 without a moment lost, beside theirs. Bars are on the least and the median of all settings, and on restarts from a
-checkpoint.
+checkpoint. A median's bar that is above the median of the ceilings is that of the ceilings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.plan.samples import preset_profile
 OVER = {"recycle": 1.45, "oobleck": 1.30, "chameleon": 1.0} | {
     f"{name}, our order": least for name, least in (("recycle", 1.05), ("oobleck", 1.05), ("chameleon", 1.0))
 }
-"""What we are held to beside each, in the median; in no setting below 1."""
+"""What we are held to beside each, in the median, or to the ceiling's if that is less; in no setting below 1."""
 SINGLE = [f"only {policy}" for policy in policies() if policy != "auto"]
 CEILING = "ceiling"
 GPUS = 32
@@ -170,9 +170,9 @@ def bars(by_name: dict[str, list[dict[str, float]]], settings: int) -> list[Bar]
         for name in ("oobleck", "recycle")
     ]
     for name, least in (OVER | {"best single policy": 1.0}).items():
-        over = [one["over"] for one in by_name[name]]
-        found.append(at_least(f"over {name} (least)", min(over), 1.0))
-        found.append(at_least(f"over {name} (median)", statistics.median(over), least))
+        over, ceiling = (statistics.median(one[what] for one in by_name[name]) for what in ("over", "ceiling"))
+        found.append(at_least(f"over {name} (least)", min(one["over"] for one in by_name[name]), 1.0))
+        found.append(at_least(f"over {name} (median)", over, min(least, ceiling)))
     for name in OVER:
         more = max(one["more restarts"] for one in by_name[name])
         found.append(at_most(f"restarts more than {name} (most, of {len(SEEDS)} traces)", more, 0))
