@@ -170,7 +170,9 @@ def bars(by_name: dict[str, list[dict[str, float]]], settings: int) -> list[Bar]
         for name in ("oobleck", "recycle")
     ]
     for name, least in (OVER | {"best single policy": 1.0}).items():
-        over, ceiling = (statistics.median(one[what] for one in by_name[name]) for what in ("over", "ceiling"))
+        over, ceiling = (
+            statistics.median(one[what] for one in by_name[name]) for what in ("over", "ceiling")
+        )
         found.append(at_least(f"over {name} (least)", min(one["over"] for one in by_name[name]), 1.0))
         found.append(at_least(f"over {name} (median)", over, min(least, ceiling)))
     for name in OVER:

@@ -38,6 +38,10 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
         | {"config.add_bias_linear": True},
     ),
     "uneven gangs": ([4, 3, 2, 1], EXPERTS | {"expert_model_parallel_size": 4, "num_experts": 8}),
+    "uneven gangs whose experts have no biases": (
+        [4, 3],
+        EXPERTS | {"expert_model_parallel_size": 4, "num_experts": 8, "moe_router_enable_expert_bias": False},
+    ),
     "uneven gangs of twelve experts each": (
         [4, 3],
         EXPERTS
