@@ -66,6 +66,9 @@ class JobSpec:
     """The reason why it does not go on with fewer tensor-parallel ranks; empty: it may."""
     even_gangs_only: str = ""
     """The reason why a gang goes on only with as many ranks as divide a whole one; empty: it may with others."""
+    aside_bytes: int | None = None
+    """GPU memory beside what plans may use, of which NCCL's communicators may fill all; None: no NCCL connects the
+    ranks, or the memory is not known."""
     save_steps: int | None = None
     """Number of steps between two checkpoints; 0: the job saves none; None: not known."""
 

@@ -15,7 +15,7 @@ from odyssey_megatron.plan.checking.bound import cluster_bound_s, lower_bound_s
 from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.placing.communicators import Needs, communicators
+from odyssey_megatron.plan.placing.communicators import Needs, communicators, taken_bytes
 from odyssey_megatron.plan.placing.memory import caps_for, per_rank
 from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan, Transfer
@@ -110,16 +110,19 @@ def scheduled(
     state: ClusterState,
     profile: Profile,
     *,
+    job: JobSpec | None = None,
     eager: bool = False,
     longest_s: float = 0.0,
 ) -> Plan:
     """Return the verified plan of a layout that needs no choosing. Raises PlanInfeasible if it does not fit.
 
-    If its step is below ``longest_s``, an order is looked for that needs less memory in a step of at most
-    ``longest_s``.
+    Args:
+        job: the one whose communicators are to have room; None: there are none.
+        longest_s: if the step is below it, an order is looked for that needs less memory in a step of at most this.
     """
     speeds, shares, profile = worker_speeds(state), worker_shares(state), with_links(profile, state)
-    caps = caps_for(layout, profile.costs, shares)
+    taken = taken_bytes(Needs(layout, transfers), job) if job else 0
+    caps = caps_for(layout, profile.costs, shares, taken)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
     step_s = step_end_s(layout, profile.costs, order.done_s, order.tails())
     if step_s < longest_s:

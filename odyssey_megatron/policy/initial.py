@@ -118,7 +118,9 @@ def _leanest(plans: Sequence[Plan], job: JobSpec, state: ClusterState, profile: 
         return bytes_of_all / (1 if plan.layout == plans[0].layout else _LEANER)
 
     near = (one for one in plans if one.step_s <= longest_s)
-    leaner = (scheduled("initial", one.layout, (), state, profile, longest_s=longest_s) for one in near)
+    leaner = (
+        scheduled("initial", one.layout, (), state, profile, job=job, longest_s=longest_s) for one in near
+    )
     return min(leaner, key=fullest)
 
 
@@ -203,7 +205,7 @@ def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile
     if job.spreads_replicas:
         layout = spread(layout, state.nodes, job.optimizer_copies)
     layout = _held(layout, job, state, profile)
-    return scheduled("initial", layout, (), state, profile, eager=job.eager_forwards)
+    return scheduled("initial", layout, (), state, profile, job=job, eager=job.eager_forwards)
 
 
 def _held(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Layout:

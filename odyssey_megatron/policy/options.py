@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.checking.bound import lower_bound_s
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.placing.communicators import Needs, taken_bytes
 from odyssey_megatron.plan.placing.memory import caps_for
 from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.placing.spread import apart
@@ -268,15 +269,18 @@ def with_replicas_apart(case: Case, option: Option) -> list[Option]:
 
 
 def laid_out(case: Case, option: Option) -> Option:
-    """Return ``option``, which has a layout, with the transfers that lead there."""
+    """Return ``option``, which has a layout, with the transfers that lead there, and room for its communicators."""
     one = option.found
     assert isinstance(one, Drawn)
     costs = case.profile.costs
     transfers = plan_transfers(case.previous, one.layout, case.alive, costs)
+    needs = Needs(one.layout, transfers, beside=not case.lost)
+    taken = taken_bytes(needs, case.job, Needs(case.previous, case.moved))
+    caps = caps_for(one.layout, costs, case.shares, taken) if taken else one.caps
     return replace(
         option,
         least_transition_s=case.profile.group_build_s + transfer_s(transfers, costs),
-        found=LaidOut(layout=one.layout, caps=one.caps, transfers=transfers),
+        found=LaidOut(layout=one.layout, caps=caps, transfers=transfers),
     )
 
 

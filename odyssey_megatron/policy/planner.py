@@ -83,8 +83,13 @@ class PolicyPlanner:
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
         layout = self._config.layout
-        self._job = job = replace(job, best_layout=layout == "auto", spreads_replicas=layout != "megatron")
         given = _checked(from_json(Profile, profile_json), job)
+        self._job = job = replace(
+            job,
+            best_layout=layout == "auto",
+            spreads_replicas=layout != "megatron",
+            aside_bytes=_aside_bytes(self._config, given.costs.memory_bytes),
+        )
         costs = given.costs.with_stretches(*job.stretches)
         given = replace(given, costs=replace(costs, keeps_messages=self._config.resumes_steps))
         self.known = KnownCosts(
@@ -261,7 +266,7 @@ class PolicyPlanner:
         return Rebalanced(decided=decided, gain=kept_s / chosen.step_s - 1)
 
     def step_s(self, state: ClusterState, plan: Plan) -> float:
-        return scheduled("keep", plan.layout, (), state, self.known.newest()).step_s
+        return scheduled("keep", plan.layout, (), state, self.known.newest(), job=self._job).step_s
 
     def slowed_s(self, state: ClusterState, live: Plan, whole: Collection[int] = ()) -> tuple[float, float]:
         """Return the step as it is, and the step as it would be if nobody were slow and the cells ``whole``
@@ -439,13 +444,19 @@ class PolicyPlanner:
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
         profile = self._with_shortages(self.known.newest())
-        return towards(target, current=current, state=state, profile=profile)
+        return towards(target, current=current, state=state, profile=profile, job=self._job)
 
     def keep(self) -> None:
         self.known.keep()
 
     def finish(self, observations: Sequence[str]) -> None:
         self.known.finish(observations)
+
+
+def _aside_bytes(config: OdysseyConfig, memory_bytes: int | None) -> int | None:
+    """Return ``JobSpec.aside_bytes`` of a job whose plans may use ``memory_bytes`` of each GPU."""
+    percent = config.memory_headroom_percent
+    return memory_bytes * percent // (100 - percent) if config.uses_nccl and memory_bytes else None
 
 
 def _checked(profile: Profile, job: JobSpec) -> Profile:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
@@ -152,9 +153,11 @@ def rows(both: TwoSpeed, direct: tuple[CandidateRow, ...]) -> tuple[CandidateRow
     return (chosen, *(replace(row, chosen=False) for row in others))
 
 
-def towards(target: Plan, *, current: Plan, state: ClusterState, profile: Profile) -> Plan:
+def towards(
+    target: Plan, *, current: Plan, state: ClusterState, profile: Profile, job: JobSpec | None = None
+) -> Plan:
     """Return the next plan on the way from ``current`` to ``target``. Plans are entered between two steps, and stop
-    nothing.
+    nothing. ``job``: see ``decide.scheduled``.
 
     First the new holders are filled behind a step of the current routes. ``target`` follows at once if only optimizer
     state moves, which a step needs at its end, or if the state of both layouts does not fit memory: then workers wait
@@ -165,7 +168,8 @@ def towards(target: Plan, *, current: Plan, state: ClusterState, profile: Profil
     both = filling(current.layout, target.layout)
     if transfers and both.holders != current.layout.holders:
         try:
-            return scheduled("fill", both, plan_transfers(current.layout, both, alive, costs), state, profile)
+            moved = plan_transfers(current.layout, both, alive, costs)
+            return scheduled("fill", both, moved, state, profile, job=job)
         except PlanInfeasible:
             pass
     return replace(target, transfers=transfers)

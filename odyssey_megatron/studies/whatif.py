@@ -14,6 +14,7 @@ from pathlib import Path
 
 from odyssey_megatron.cluster.cell import NO_SHAPES
 from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, apply
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import EXPECTED_S, policies
@@ -267,19 +268,21 @@ def answered(
         smaller=smaller,
         decide_s=decide_s,
         losses=[] if ends else next_losses(job, state, plan, profile, config, say),
-        leaner=_leaner(plan, state, profile),
+        leaner=_leaner(plan, job, state, profile),
         ends=ends,
         exit_code=exit_code,
     )
 
 
-def _leaner(plan: Plan, state: ClusterState, profile: Profile) -> list[tuple[float, float, int]]:
+def _leaner(
+    plan: Plan, job: JobSpec, state: ClusterState, profile: Profile
+) -> list[tuple[float, float, int]]:
     """Return the fastest order of the layout of ``plan``, and slower ones that need less memory than all before."""
     found: list[tuple[float, float, int]] = []
     visits = sum(len(route.microbatches) * len(route.hops) for route in plan.layout.routes)
     for share in _SLOWER if visits <= MOST_VISITS else ():
         longest_s = found[0][1] * (1 + share) if found else 0.0
-        one = scheduled("leaner", plan.layout, (), state, profile, longest_s=longest_s)
+        one = scheduled("leaner", plan.layout, plan.transfers, state, profile, job=job, longest_s=longest_s)
         fullest = max(size for _, size in one.peak_bytes)
         if not found or fullest < found[-1][2]:
             found.append((share, one.step_s, fullest))

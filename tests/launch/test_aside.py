@@ -32,7 +32,7 @@ class Job:
     """
 
     def __init__(self, folder, **config):
-        self.planner = PolicyPlanner(OdysseyConfig(**config))
+        self.planner = PolicyPlanner(OdysseyConfig(device="cpu", **config))
         self.spec = replace(job_of(1, 16), tensor_model_parallel_size=2, revisits=False)
         self.state = initial_state(nodes=(0,) * 16, cell_size=2)
         self.plan = self.planner.start(self.spec, self.state, to_json(PROFILE)).plan

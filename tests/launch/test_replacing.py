@@ -22,7 +22,7 @@ START_S = 20.0
 
 def planner_of(*, stages: int, memory_bytes: int | None = None, **config):
     """With the first plan of eight workers."""
-    planner, state = PolicyPlanner(OdysseyConfig(**config)), initial_state(nodes=(0,) * 8)
+    planner, state = PolicyPlanner(OdysseyConfig(device="cpu", **config)), initial_state(nodes=(0,) * 8)
     profile = replace(PROFILE, costs=replace(PROFILE.costs, memory_bytes=memory_bytes))
     plan = planner.start(job_of(stages, 16), state, to_json(profile)).plan
     planner._start_s = START_S

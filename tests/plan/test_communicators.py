@@ -12,6 +12,7 @@ from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.placing.communicators import (
     GROUP_BYTES,
@@ -19,13 +20,16 @@ from odyssey_megatron.plan.placing.communicators import (
     Needs,
     communicators,
     connect_s,
+    taken_bytes,
 )
 from odyssey_megatron.plan.placing.groups import WORLD, group_members, timed_group, timed_pairs, way_of
+from odyssey_megatron.plan.placing.memory import caps_for, minimum_bytes
 from odyssey_megatron.plan.placing.transfer import plan_transfers
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
-from tests.plan.samples import layer, uniform_costs
+from odyssey_megatron.policy.planner import PolicyPlanner
+from tests.plan.samples import layer, preset_profile, uniform_costs
 
 CELLS = {
     "one rank": Cell(rank=0),
@@ -109,3 +113,45 @@ def test_times_are_those_published():
     """NVIDIA-NeMo/RL's pull request 3334: 1.41 s for 32 ranks, 1.67 s for 256, 3.79 s for 1,024."""
     for ranks, seconds in ((32, 1.41), (256, 1.67), (1024, 3.79)):
         assert connect_s(ranks) == pytest.approx(seconds, rel=0.15)
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["counted", "not"])
+def test_a_plan_and_its_communicators_fit_a_gpu(tmp_path, counts):
+    """13B on 16 H100, of whose memory one percent is kept aside: at the start and with a worker dead."""
+    profile = preset_profile("llama2-13b", "h100", headroom_percent=1)
+    job = JobSpec(
+        num_layers=len(profile.costs.layers), pipeline_model_parallel_size=8, tensor_model_parallel_size=1,
+        num_microbatches=32, tokens_per_step=12, train_steps=1,
+    )  # fmt: skip
+    config = OdysseyConfig(
+        device="cuda" if counts else "cpu", memory_headroom_percent=1, layout="auto", run_dir=str(tmp_path)
+    )
+    planner, state = PolicyPlanner(config), initial_state(nodes=(0,) * 16)
+    healthy = planner.start(job, state, to_json(profile)).plan
+    after = planner.decide(apply(state, RankDied(rank=5, code=-9, cause="killed")), healthy, 1.0).plan
+    before = Needs(healthy.layout)
+    fullest = [
+        max(size for _, size in plan.peak_bytes) + communicators(needs, job.cell(0), previous).num_bytes
+        for plan, needs, previous in (
+            (healthy, before, None), (after, Needs(after.layout, after.transfers), before),
+        )
+    ]  # fmt: skip
+    assert all(one <= 80 * 2**30 for one in fullest) == counts, fullest
+
+
+def test_communicators_fill_what_is_kept_aside_first():
+    healthy, _ = plans(2, 2, "reroute", redundancy=False)
+    job, needs = JobSpec(
+        num_layers=10, pipeline_model_parallel_size=2, tensor_model_parallel_size=1, num_microbatches=12,
+        tokens_per_step=12, train_steps=1,
+    ), Needs(healthy.layout)  # fmt: skip
+    all_of_them = communicators(needs, job.cell(0)).num_bytes
+    taken = [
+        taken_bytes(needs, replace(job, aside_bytes=aside))
+        for aside in (None, 2 * all_of_them, all_of_them - 1)
+    ]
+    assert taken == [0, 0, 1]
+    costs = replace(uniform_costs(10), tied=layer(0.0, 0.0, 0.0, 0), memory_bytes=1000)
+    caps = [caps_for(healthy.layout, costs, None, taken)[0] for taken in (0, 1, 10**9)]
+    assert caps[1] == caps[0] - 1
+    assert caps[2] == minimum_bytes(healthy.layout, costs)[0], "what must be kept is kept: they may need less"

@@ -58,7 +58,7 @@ def test_plans_fit_at_last(times, is_known, dead, at_once):
     room_bytes = 21 * 2**30
     costs = replace(PROFILE.costs, memory_bytes=room_bytes if is_known else None)
     true = really(costs, **times)
-    planners = [PolicyPlanner(OdysseyConfig()) for _ in range(2)]
+    planners = [PolicyPlanner(OdysseyConfig(device="cpu")) for _ in range(2)]
     plan, best = (
         one.start(JOB, START, to_json(replace(PROFILE, costs=known))).plan
         for one, known in zip(planners, (costs, replace(true, memory_bytes=room_bytes)), strict=True)
@@ -94,7 +94,7 @@ def test_plans_fit_at_last(times, is_known, dead, at_once):
 def test_the_plan_behind_whose_step_a_rank_is_filled_goes_by_it_too():
     job = replace(JOB, num_layers=10, pipeline_model_parallel_size=2, num_microbatches=8)
     costs = replace(uniform_costs(8, ends=True, activation_bytes=4), memory_bytes=80)
-    planner, true = PolicyPlanner(OdysseyConfig()), really(costs, head=1.0, others=1.5)
+    planner, true = PolicyPlanner(OdysseyConfig(device="cpu")), really(costs, head=1.0, others=1.5)
     state = apply(initial_state(nodes=(0,) * 4), RankDied(rank=3, code=-9, cause="killed"))
     home = planner.start(job, initial_state(nodes=(0,) * 4), to_json(Profile(costs=costs))).plan
     plan = planner.decide(state, home, 100.0).plan
@@ -125,7 +125,7 @@ def test_of_a_smaller_cell_its_own_ranks_are_what_has_run_out():
 
 @pytest.mark.matrix
 def test_at_last_no_plan_helps():
-    planner = PolicyPlanner(OdysseyConfig())
+    planner = PolicyPlanner(OdysseyConfig(device="cpu"))
     plan = planner.start(JOB, START, to_json(PROFILE)).plan
     tries = 0
     with pytest.raises(PlanInfeasible):  # noqa: PT012

@@ -262,7 +262,7 @@ def test_what_only_a_slow_worker_computes_costs_what_it_did():
 
 
 def planner_of(ranks=8, memory_bytes=None, **config):
-    planner, state = PolicyPlanner(OdysseyConfig(**config)), initial_state(nodes=(0,) * ranks)
+    planner, state = PolicyPlanner(OdysseyConfig(device="cpu", **config)), initial_state(nodes=(0,) * ranks)
     profile = replace(PROFILE, costs=replace(PROFILE.costs, memory_bytes=memory_bytes))
     return planner, planner.start(job(4), state, to_json(profile)).plan, state
 

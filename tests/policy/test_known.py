@@ -35,7 +35,7 @@ OBSERVED = [
 
 def started(**config):
     state = initial_state(nodes=(0,) * 8)
-    planner = PolicyPlanner(OdysseyConfig(**config))
+    planner = PolicyPlanner(OdysseyConfig(device="cpu", **config))
     return planner, planner.start(job(4), state, to_json(PROFILE)).plan, state
 
 
@@ -68,7 +68,7 @@ def test_a_death_is_looked_up_where_one_of_a_stage_is_slow_whoever_it_is(monkeyp
 @pytest.mark.parametrize("copies", [0, 2])
 def test_whichever_of_four_replicas_dies(copies, monkeypatch):
     """Their microbatches have other numbers; what is left of them looks alike."""
-    state, planner = initial_state(nodes=(0,) * 16), PolicyPlanner(OdysseyConfig())
+    state, planner = initial_state(nodes=(0,) * 16), PolicyPlanner(OdysseyConfig(device="cpu"))
     spec = replace(job(4, microbatches=24), optimizer_copies=copies)
     plan = planner.start(spec, state, to_json(PROFILE)).plan
     planner.learn(state, plan, OBSERVED, 0.0)
@@ -95,7 +95,7 @@ def test_incidents_of_a_real_model_are_looked_up(copies, layout, monkeypatch):
     )
     state, planner = (
         initial_state(nodes=(0,) * 4 + (1,) * 4 + (2,) * 4),
-        PolicyPlanner(OdysseyConfig(layout=layout)),
+        PolicyPlanner(OdysseyConfig(device="cpu", layout=layout)),
     )
     plan = planner.start(spec, state, to_json(profile)).plan
     planner.rehearse(state, plan, 0.0)
@@ -110,7 +110,7 @@ def test_incidents_of_a_real_model_are_looked_up(copies, layout, monkeypatch):
 
 def test_what_several_nodes_lose_is_looked_up(monkeypatch):
     """Three workers on nodes of their own: no power of two."""
-    state, planner = initial_state(nodes=tuple(range(12))), PolicyPlanner(OdysseyConfig())
+    state, planner = initial_state(nodes=tuple(range(12))), PolicyPlanner(OdysseyConfig(device="cpu"))
     plan = planner.start(job(4, microbatches=12), state, to_json(PROFILE)).plan
     planner.learn(state, plan, OBSERVED, 0.0)
     planner.rehearse(state, plan, 0.0)
@@ -151,7 +151,7 @@ def test_what_the_best_layout_would_gain_is_said_once_when_costs_are_measured(la
     for _ in range(2):
         planner.rehearse(state, plan, 0.0)
     (text,) = said(caplog)
-    best, own_s = PolicyPlanner(OdysseyConfig(layout="auto")), planner.step_s(state, plan)
+    best, own_s = PolicyPlanner(OdysseyConfig(device="cpu", layout="auto")), planner.step_s(state, plan)
     chosen = best.start(job(4), state, to_json(planner.known.measured)).plan
     assert f"{own_s:.3g} s in this job's" in text
     assert f"{chosen.step_s:.3g} s in the best one (pipelines {chosen.layout.lengths})" in text
@@ -208,7 +208,7 @@ def test_what_is_kept_does_not_grow():
 
 @pytest.mark.parametrize(("stages", "is_said"), [(4, True), (2, False)])
 def test_copies_of_optimizer_state_that_nobody_can_keep_are_named(stages, is_said, caplog):
-    planner, copies = PolicyPlanner(OdysseyConfig(redundancy_level=2)), 3
+    planner, copies = PolicyPlanner(OdysseyConfig(device="cpu", redundancy_level=2)), 3
     asked = replace(job(stages), optimizer_copies=copies)
     planner.start(asked, initial_state(nodes=(0,) * 8), to_json(PROFILE))
     assert ("asks for 3 copies" in caplog.text and "2 holder(s)" in caplog.text) == is_said

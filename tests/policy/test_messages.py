@@ -35,7 +35,7 @@ def profile(room):
 
 
 def started(room, **config):
-    planner = PolicyPlanner(OdysseyConfig(**config))
+    planner = PolicyPlanner(OdysseyConfig(device="cpu", **config))
     return planner, planner.start(JOB, STATE, to_json(profile(room))).plan
 
 

@@ -199,7 +199,7 @@ def test_the_first_layout_with_a_smaller_cell_is_ordered_for_what_that_has():
         initial_state(nodes=(0,) * 8, cell_size=2),
     )
     costs = replace(uniform_costs(6), memory_bytes=40)
-    planner = PolicyPlanner(OdysseyConfig(policy="reroute", mtbf_s=1e9, horizon_s=1e9))
+    planner = PolicyPlanner(OdysseyConfig(device="cpu", policy="reroute", mtbf_s=1e9, horizon_s=1e9))
     home = planner.start(spec, state, to_json(Profile(costs=costs))).plan
     now = apply(state, RankDied(rank=0, code=-9, cause="killed"))
     after = planner.decide(now, home, 1.0).plan
@@ -228,7 +228,7 @@ def test_the_first_layout_with_a_slow_worker_keeps_its_order():
     """
     spec, state = replace(job(4, 16, 10), least_holders=2), initial_state(nodes=(0,) * 4)
     costs, slow = uniform_costs(10), with_speeds(state, {1: 0.5})
-    planner = PolicyPlanner(OdysseyConfig(policy="reroute", mtbf_s=1e9, horizon_s=1e9))
+    planner = PolicyPlanner(OdysseyConfig(device="cpu", policy="reroute", mtbf_s=1e9, horizon_s=1e9))
     home = planner.start(spec, state, to_json(Profile(costs=costs))).plan
     now = apply(slow, RankDied(rank=3, code=-9, cause="killed"))
     after = planner.decide(now, home, 1.0).plan

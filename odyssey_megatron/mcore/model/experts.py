@@ -170,7 +170,9 @@ class Routing:
             return None
 
         router.register_forward_pre_hook(before)
-        router.register_forward_hook(after, prepend=True)  # before choices become those of slots (``slots.py``)
+        router.register_forward_hook(
+            after, prepend=True
+        )  # before choices become those of slots (``slots.py``)
 
     def _row(self, tokens: torch.Tensor) -> torch.Tensor:
         """The record of a router that has just run: 1-D, float64, as described at ``Records``.

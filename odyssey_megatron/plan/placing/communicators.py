@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.cells import Cells
+from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.placing.groups import (
     NO_NODES,
@@ -93,6 +94,15 @@ class Needs(NamedTuple):
         if not self.beside:
             return Counter(channels(self.layout, self.transfers))
         return Counter([*channels(self.layout), *{(one.source, one.target) for one in self.transfers}])
+
+
+def taken_bytes(plan: Needs, job: JobSpec, previous: Needs | None = None) -> int:
+    """Return the GPU memory that communicators of ``plan`` take of what plans may use: what they need beyond
+    ``JobSpec.aside_bytes``. ``previous``: see :func:`communicators`.
+    """
+    if job.aside_bytes is None:
+        return 0
+    return max(0, communicators(plan, job.cell(0), previous).num_bytes - job.aside_bytes)
 
 
 def communicators(
