@@ -6,14 +6,19 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Affine2D
 
 from odyssey_megatron.metrics.recoveries import RecoveryRecord
 from odyssey_megatron.metrics.run import Run, lost, milliseconds
@@ -301,23 +306,22 @@ def schedule_figure(titled: Sequence[tuple[str, ExecutedStep]], theme: Theme, *,
 
     ``of`` says what a row is.
     """
-    first = titled[0][1]
+    named = [one.ranks for _, one in titled]
+    struck = tuple(rank for rank in named[0] if any(rank not in ranks for ranks in named[1:]))
     rows = []
-    for _, executed in titled:
-        gone = tuple(rank for rank in first.ranks if rank not in executed.ranks)[:_ROWS]
-        struck = tuple(rank for rank in first.ranks if any(rank not in one.ranks for _, one in titled[1:]))
-        rows.append((_shown(executed.ranks, struck[:_ROWS])[: _ROWS - len(gone)], gone))
+    for ranks in named:
+        gone = tuple(rank for rank in named[0] if rank not in ranks)[:_ROWS]
+        rows.append((_shown(ranks, struck[:_ROWS])[: _ROWS - len(gone)], gone))
     heights = [len(shown) + len(gone) for shown, gone in rows]
     figure = Figure(figsize=(13, 0.8 + 0.4 * len(titled) + 0.34 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(titled), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     end_ms = 1e3 * max(executed.end_s for _, executed in titled)
-    for axes, (title, executed), (shown, gone) in zip(panels, titled, rows, strict=True):
+    for axes, (title, executed), ranks, (shown, gone) in zip(panels, titled, named, rows, strict=True):
         _gantt(axes, executed, (*shown, *gone), gone, end_ms, theme, of)
-        workers = f"{len(executed.ranks)} workers" + (
-            f", {len(shown)} shown" if len(shown) < len(executed.ranks) else ""
-        )
+        workers = f"{len(ranks)} workers" + (f", {len(shown)} shown" if len(shown) < len(ranks) else "")
         title = f"{title}, {workers}, {milliseconds(executed.end_s)} ms"
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=theme.ink)
+        # y says that nothing is above the plot; otherwise each pass would measure all ticks to find that out.
+        axes.set_title(title, loc="left", y=1.0, fontsize=10, fontweight="bold", color=theme.ink)
     panels[-1].set_xlabel("time in the step (ms)")
     present = {box.kind for _, executed in titled for box in executed.boxes}
     handles = [
@@ -348,42 +352,60 @@ def _gantt(
         if rank in lost_ranks:
             axes.axhspan(y - 0.4, y + 0.4, color=theme.failure, alpha=0.13, linewidth=0)
             axes.text(end_ms / 2, y, "lost", ha="center", va="center", color=theme.failure, fontsize=8.5)
-            continue
-        _row(axes, y, [box for box in executed.boxes if box.rank == rank], end_ms, theme)
+    place = {rank: y for y, rank in enumerate(rows) if rank not in lost_ranks}
+    _draw_boxes(axes, [(place[box.rank], box) for box in executed.boxes if box.rank in place], end_ms, theme)
     axes.set_yticks(range(len(rows)), [_row_label(executed, rank, of) for rank in rows], fontsize=8.5)
+    axes.yaxis.set_label_coords(
+        0, 0.5
+    )  # there is no label; its place would be sought among hundreds of ticks
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(-0.004 * end_ms, 1.004 * end_ms)
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
 
 
-def _row(axes: Any, y: int, boxes: Sequence[Box], end_ms: float, theme: Theme) -> None:
+def _draw_boxes(axes: Any, placed: Sequence[tuple[int, Box]], end_ms: float, theme: Theme) -> None:
+    """Draw boxes, each with the number of its row. There are up to tens of thousands, and an artist takes a millisecond
+    or more: those of a kind are one, and so are all of their numbers.
+    """
+    numbers: list[tuple[str, float, int]] = []
     for kind, colour in KIND_COLOURS.items():
-        mine = [box for box in boxes if box.kind == kind]
-        height = _HEIGHTS.get(kind, 0.8)
-        spans = [(box.start_s * 1e3, max((box.end_s - box.start_s) * 1e3, end_ms / 4000)) for box in mine]
-        axes.broken_barh(
-            spans,
-            (y - height / 2, height),
-            facecolor=colour,
-            edgecolor=theme.surface,
-            linewidth=0.5,
-            zorder=2 if height < 0.5 else 3,
-        )
-        for box, (start, width) in zip(mine, spans, strict=True):
+        mine = [(y, box) for y, box in placed if box.kind == kind]
+        half, corners = _HEIGHTS.get(kind, 0.8) / 2, []
+        for y, box in mine:
+            start, width = box.start_s * 1e3, max((box.end_s - box.start_s) * 1e3, end_ms / 4000)
+            corners.append(
+                [(start, y - half), (start, y + half), (start + width, y + half), (start + width, y - half)]
+            )
             # A digit at this size is about 1/160 of the plot's width.
-            if box.microbatch >= 0 and height > 0.5 and width > end_ms * len(str(box.microbatch)) / 160:
-                axes.text(
-                    start + width / 2,
-                    y,
-                    str(box.microbatch),
-                    ha="center",
-                    va="center_baseline",
-                    fontsize=7.5,
-                    color="white",
-                    zorder=4,
-                    in_layout=False,  # inside the axes: measuring hundreds of them would take seconds
-                )
+            if box.microbatch >= 0 and half > 0.25 and width > end_ms * len(str(box.microbatch)) / 160:
+                numbers.append((str(box.microbatch), start + width / 2, y))
+        style: dict[str, Any] = {"facecolor": colour, "edgecolor": theme.surface, "linewidth": 0.5}
+        axes.add_collection(PolyCollection(corners, **style, zorder=2 if half < 0.25 else 3), autolim=False)
+    if numbers:
+        _write_numbers(axes, numbers)
+
+
+def _write_numbers(axes: Any, numbers: Sequence[tuple[str, float, int]]) -> None:
+    """Write each number with its middle at (x, y)."""
+    written = PathCollection(
+        [_number_shape(text) for text, _, _ in numbers],
+        offsets=[(x, y) for _, x, y in numbers],
+        offset_transform=axes.transData,
+        facecolor="white",
+        linewidth=0,
+        zorder=4,
+    )
+    written.set_transform(axes.figure.dpi_scale_trans)
+    axes.add_collection(written, autolim=False)
+
+
+@lru_cache(maxsize=1024)
+def _number_shape(text: str) -> Path:
+    """Return the outline of a number, in inches, with its middle at (0, 0)."""
+    shape = TextPath((0, 0), text, size=7.5 / 72)
+    box = shape.get_extents()
+    return shape.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2))
 
 
 def _row_label(executed: ExecutedStep, rank: int, of: str) -> str:
