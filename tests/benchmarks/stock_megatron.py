@@ -6,11 +6,13 @@ processes:
     stock_megatron.py --world-size 8 --out steps.json [flags of pretrain_llama.py]
 
 Writes {"loss": [...], "grad_norm": [...], "committed_s": [...]} of the steps: when each was done; and "optimizer_bytes"
-of the fullest rank.
+of the fullest rank. With ``--odyssey-float64 on`` it trains in float64, too (:func:`keep_float64`), and with
+``--drawn-in-float32`` from the initial weights of a float32 job.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -28,13 +30,32 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from odyssey_megatron.mcore.model import rng, span
+from odyssey_megatron.mcore.model import float64, rng, span
 from odyssey_megatron.mcore.model.layers import initial_parts
+
+
+def keep_float64() -> None:
+    """Let Megatron train in float64: its optimizers then take such weights for float32 ones, and its norm and its
+    scaling by the number of tokens (core_v0.16.1 core/distributed/finalize_model_grads.py, line 496) round to it.
+    """
+    float64.install()
+    torch.set_default_dtype(torch.float64)
+    type_of = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_of(self, *args, **kwargs)
+        return "torch.cuda.FloatTensor" if found == "torch.cuda.DoubleTensor" else found
+
+    def norm(chunk_size: int, overflows: Any, tensors: list[list[torch.Tensor]], *args: Any) -> Any:
+        return torch.stack([one.norm() for one in tensors[0]]).norm().reshape(1), None
+
+    torch.Tensor.type = type_
+    clip_grads.l2_norm_impl = norm
 
 
 class ReplicaBatches:
@@ -57,8 +78,8 @@ class ReplicaBatches:
         )
 
 
-def build_model(args: Any, spec: Any) -> Any:
-    """A stage as GPTModel itself builds it, with Odyssey's initial weights."""
+def build_model(args: Any, spec: Any, drawn: Any) -> Any:
+    """A stage as GPTModel itself builds it, with Odyssey's initial weights, those of ``drawn``."""
     config, groups = spec.config, ProcessGroupCollection.use_mpu_process_groups()
     config.pipeline_model_parallel_size = args.pipeline_model_parallel_size
     config.finalize_model_grads_func = finalize_model_grads
@@ -67,7 +88,7 @@ def build_model(args: Any, spec: Any) -> Any:
     model.model_type = ModelType.encoder_or_decoder
 
     def copy(target: torch.nn.Module, layer: int, part: str) -> None:
-        target.load_state_dict(initial_parts(spec, [layer], groups)[layer][part].state_dict())
+        target.load_state_dict(initial_parts(drawn, [layer], groups)[layer][part].state_dict())
 
     if first:
         copy(model.embedding, 0, "embedding")
@@ -82,14 +103,18 @@ def build_model(args: Any, spec: Any) -> Any:
 class StockTrainer:
     """One rank's stage, its optimizer and its data; ``parallel_state`` must be initialised."""
 
-    def __init__(self, args: Any, dataset: Any):
-        spec = pretrain_llama.model_spec(args, float64=False)
+    def __init__(self, args: Any, dataset: Any, *, drawn_in_float32: bool = False):
+        in_float64 = pretrain_llama.config_from(args).float64 == "on"
+        if in_float64:
+            keep_float64()
+        spec = pretrain_llama.model_spec(args, float64=in_float64)
+        drawn = pretrain_llama.model_spec(args, float64=False) if drawn_in_float32 else spec
         if args.use_distributed_optimizer:  # Odyssey does without Megatron's
             spec.ddp_config.use_distributed_optimizer = True
             spec.optimizer_config.use_distributed_optimizer = True
         rng.initialize(args.seed, rng.LayerPart.of(ProcessGroupCollection.use_mpu_process_groups()))
         span.install()
-        self._args, self._model = args, build_model(args, spec)
+        self._args, self._model = args, build_model(args, spec, drawn)
         self._optimizer = get_megatron_optimizer(spec.optimizer_config, [self._model])
         self._scheduler = OptimizerParamScheduler(self._optimizer, **pretrain_llama.scheduler_arguments(args))
         self._batches, self._forward_backward = ReplicaBatches(dataset, args), get_forward_backward_func()
@@ -143,10 +168,9 @@ class StockTrainer:
         self._batches.consumed = state["microbatches"]
 
 
-def train(args: Any, dataset: Any) -> dict[str, Any]:
-    trainer = StockTrainer(args, dataset)
+def train(trainer: StockTrainer, steps: int) -> dict[str, Any]:
     result: dict[str, list[float]] = {"loss": [], "grad_norm": [], "committed_s": []}
-    for _ in range(args.train_iters):
+    for _ in range(steps):
         loss, grad_norm = trainer.step()
         result["loss"].append(loss)
         result["grad_norm"].append(grad_norm)
@@ -156,7 +180,8 @@ def train(args: Any, dataset: Any) -> dict[str, Any]:
     return result | {"optimizer_bytes": int(most)}
 
 
-def run_rank(rank: int, world_size: int, port: int, args: Any, dataset: Any, out: Path) -> None:
+def run_rank(rank: int, given: argparse.Namespace, port: int, args: Any, dataset: Any) -> None:
+    world_size = given.world_size
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     mpu.initialize_model_parallel(
@@ -166,24 +191,28 @@ def run_rank(rank: int, world_size: int, port: int, args: Any, dataset: Any, out
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
-    result = train(args, dataset)
+    trainer = StockTrainer(args, dataset, drawn_in_float32=given.drawn_in_float32)
+    result = train(trainer, args.train_iters)
     if rank == 0:
-        out.write_text(json.dumps(result))
+        given.out.write_text(json.dumps(result))
     dist.barrier()
 
 
 def main() -> None:
-    world_size, out = int(sys.argv[2]), Path(sys.argv[4])
-    sys.argv[1:5] = []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--drawn-in-float32", action="store_true")
+    given, sys.argv[1:] = parser.parse_known_args()
     args = pretrain_llama.parse_arguments()
     # Before the fork: its index files are then built once, and its pages shared.
     dataset = pretrain_llama.build_dataset(args, pretrain_llama.config_from(args).run_dir)
     port = 20000 + os.getpid() % 20000
     children = []
-    for rank in range(world_size):
+    for rank in range(given.world_size):
         child = os.fork()
         if child == 0:
-            run_rank(rank, world_size, port, args, dataset, out)
+            run_rank(rank, given, port, args, dataset)
             os._exit(0)
         children.append(child)
     statuses = [os.waitpid(child, 0)[1] for child in children]

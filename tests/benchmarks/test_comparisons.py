@@ -78,13 +78,19 @@ def test_a_fast_wrong_step_is_no_step(monkeypatch, losses, norms, code):
     assert overhead.main() == code
 
 
+@pytest.mark.parametrize("in_float64", [False, True])
 @pytest.mark.parametrize(("losses", "norms", "code"), CASES)
-def test_a_fast_wrong_step_with_slices_is_no_step(monkeypatch, losses, norms, code):
-    ours, theirs = wrong_in(losses, norms)
+def test_a_fast_wrong_step_with_slices_is_no_step(monkeypatch, losses, norms, code, in_float64):
+    """Wrong in one of the two precisions."""
+    wrong, _ = wrong_in(losses, norms)
+    right, _ = wrong_in(RIGHT, RIGHT)
+
+    def ours(steps, folder, more):
+        return wrong() if ("--odyssey-float64 on" in more) == in_float64 else right()
 
     def stock(steps, folder, more):
         (folder / "stock.json").write_text(json.dumps({"optimizer_bytes": 1}))
-        return theirs()
+        return right()
 
     monkeypatch.setattr(overhead, "odyssey", ours)
     monkeypatch.setattr(overhead, "stock", stock)
@@ -93,6 +99,7 @@ def test_a_fast_wrong_step_with_slices_is_no_step(monkeypatch, losses, norms, co
     missed = [one.name for one in shapes.of_slices("x", cut) if not one.ok]
     assert bool(missed) == bool(code)
     assert all("difference" in one for one in missed)
+    assert all(("(float64)" in one) == in_float64 for one in missed)
 
 
 @pytest.mark.parametrize(("losses", "norms", "code"), CASES)
