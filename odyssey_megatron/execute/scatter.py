@@ -83,10 +83,13 @@ class GradientRows:
     def packed(self, low: int, high: int, share: float) -> torch.Tensor:
         """Return what is in ``[low, high)`` of the row of each rank, times ``share``: [ranks, high - low]."""
         some = next(piece.view for row in self._rows for piece in row)
-        rows = some.new_zeros(self.group.size(), high - low)
+        rows = some.new_empty(self.group.size(), high - low)
         for rank, row in enumerate(rows):
+            end = 0
             for at, view in self._within(rank, low, high):
-                torch.mul(view, share, out=row[at : at + view.numel()])
+                end = at + view.numel()
+                torch.mul(view, share, out=row[at:end])
+            row[end:].zero_()  # a row has no gaps
         return rows
 
     def own(self, low: int, high: int) -> list[tuple[int, torch.Tensor]]:

@@ -46,7 +46,9 @@ class StateTransfer:
         found = {
             one.text: one.of_part(one.parameter, number) for one in ranges(held, parts.each, spans, number)
         }
-        # These buffers are not parameters, and no optimizer has them. All ranks have them alike.
+        if not held.config.moe_router_enable_expert_bias:
+            return found  # to look for buffers takes long, several times in a step
+        # These are not parameters, and no optimizer has them. All ranks have them alike.
         own = [of_kind(span, spread=False) for span in spans]
         return found | (experts.biases(held) if any(one and one[0] == 0 for one in own) else {})
 
