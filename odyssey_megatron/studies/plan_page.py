@@ -18,7 +18,8 @@ from odyssey_megatron.metrics.page import (
 )
 from odyssey_megatron.metrics.traces import planned_step
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.studies import whatif
+from odyssey_megatron.studies import plan_text
+from odyssey_megatron.studies.answer import WhatIf
 from odyssey_megatron.studies.presets import GIB
 
 _STEPS_OF_HEAT = 5
@@ -26,7 +27,7 @@ _MOST_BOXES = 60_000
 """The most instructions that are drawn: a picture of more takes minutes, and nobody could read it."""
 
 
-def html(answer: whatif.WhatIf) -> str:
+def html(answer: WhatIf) -> str:
     """Return the whole page."""
     scenario, decision = answer.scenario, answer.decision
     shown = [("before", answer.before)] + ([("after", answer.plan)] if decision else [])
@@ -34,7 +35,7 @@ def html(answer: whatif.WhatIf) -> str:
         shown.append(("with what is left of cells", answer.smaller.plan))
     parts = [
         f"<h1>{escape(scenario.name)}</h1>",
-        f'<p class="muted">{escape(whatif.nodes_and_gpus(scenario))} GPUs · {scenario} · '
+        f'<p class="muted">{escape(plan_text.nodes_and_gpus(scenario))} GPUs · {scenario} · '
         f"{escape(answer.struck)}</p>",
         _facts(answer),
         *(
@@ -46,7 +47,7 @@ def html(answer: whatif.WhatIf) -> str:
             )
             for name, plan in shown
         ),
-        section("Without failures", "", f"<p>{escape(sentence(whatif.best_layout(answer)))}</p>"),
+        section("Without failures", "", f"<p>{escape(sentence(plan_text.best_layout(answer)))}</p>"),
         *(
             [
                 section(
@@ -67,9 +68,9 @@ def html(answer: whatif.WhatIf) -> str:
             "".join(
                 f"<p>{escape(sentence(note))}</p>"
                 for note in (
-                    *filter(None, [whatif.smaller_text(answer)]),
-                    whatif.communicators_text(answer, answer.plan),
-                    *([whatif.leaner_text(answer)] if len(answer.leaner) > 1 else ()),
+                    *filter(None, [plan_text.smaller_text(answer)]),
+                    plan_text.communicators_text(answer, answer.plan),
+                    *([plan_text.leaner_text(answer)] if len(answer.leaner) > 1 else ()),
                     *scenario.notes,
                 )
             ),
@@ -78,18 +79,18 @@ def html(answer: whatif.WhatIf) -> str:
     return document(f"odyssey plan: {scenario.name}", parts)
 
 
-def _next(answer: whatif.WhatIf) -> str:
+def _next(answer: WhatIf) -> str:
     """What the next loss would do, or that this one ends the job."""
     if answer.ends:
-        return section("The job ends", "", f"<p>{escape(sentence(whatif.ends_text(answer)))}</p>")
+        return section("The job ends", "", f"<p>{escape(sentence(plan_text.ends_text(answer)))}</p>")
     return section(
         "The next loss",
-        sentence(whatif.nodes_text(answer)),
-        table(whatif.LOSS_COLUMNS, whatif.loss_rows(answer)),
+        sentence(plan_text.nodes_text(answer)),
+        table(plan_text.LOSS_COLUMNS, plan_text.loss_rows(answer)),
     )
 
 
-def _facts(answer: whatif.WhatIf) -> str:
+def _facts(answer: WhatIf) -> str:
     before, after, tokens = answer.before, answer.plan, answer.scenario.job.tokens_per_step
     facts = [
         (f"{before.step_s:.3g} s", "a step", ""),
@@ -132,7 +133,7 @@ def _layout(plan: Plan, memory_bytes: int | None, sizes: Mapping[int, int]) -> s
     return f'<table class="map">{"".join(rows)}</table>'
 
 
-def _schedules(answer: whatif.WhatIf, shown: Sequence[tuple[str, Plan]]) -> str:
+def _schedules(answer: WhatIf, shown: Sequence[tuple[str, Plan]]) -> str:
     # Imported here, so that plans can be made, and printed, without matplotlib.
     from odyssey_megatron.metrics.plots import schedule_picture
 

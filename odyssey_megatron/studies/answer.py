@@ -1,0 +1,109 @@
+"""What ``odyssey plan`` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from odyssey_megatron.cluster.cell import NO_SHAPES
+from odyssey_megatron.cluster.state import ClusterState
+from odyssey_megatron.names import layer_names
+from odyssey_megatron.plan.checking.simulate import Timeline, simulate
+from odyssey_megatron.plan.placing.communicators import Communicators, Needs, communicators
+from odyssey_megatron.plan.placing.redundancy import with_keepers
+from odyssey_megatron.plan.placing.spread import on_one_node, spread
+from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.generation import CandidateRow
+from odyssey_megatron.policy.case import worker_speeds
+from odyssey_megatron.policy.decide import Decision
+from odyssey_megatron.policy.two_speed import TwoSpeed
+from odyssey_megatron.studies.losses import NextLoss, alone
+from odyssey_megatron.studies.scenario import Scenario
+from odyssey_megatron.studies.smaller import Smaller
+
+WORTH = 0.01
+"""A layout that is faster by less than this share is not recommended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """The answer to everything that was asked."""
+
+    scenario: Scenario
+    state: ClusterState
+    """The cluster with its dead and slow GPUs."""
+    struck: str
+    """Which GPUs are dead and which are slow, in words."""
+    start: tuple[CandidateRow, ...]
+    """The rows that were weighed for the healthy job, if there was a choice."""
+    before: Plan
+    best: Plan
+    """The best plan of the healthy job, whatever the launch line's layout."""
+    decision: Decision | None
+    """None if no GPU is dead or slow, or the job would end."""
+    both: TwoSpeed | None
+    smaller: Smaller | None
+    """What is left of cells that have lost GPUs; None if no cell has lost a part of its own."""
+    decide_s: float
+    losses: list[NextLoss]
+    leaner: list[tuple[float, float, int]]
+    """(share of the fastest step, step in seconds, bytes of the fullest worker): what less memory would cost."""
+    ends: str = ""
+    """Why the job would end with what has happened."""
+    exit_code: int = 0
+    """Its, if it would end."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with which the job would go on; the one before, if it would end."""
+        return self.decision.plan if self.decision else self.before
+
+    def sizes(self, plan: Plan) -> Mapping[int, int]:
+        """Return worker -> its number of GPUs, of those that go on in ``plan`` though they have lost some."""
+        return self.smaller.sizes if self.smaller and plan is self.smaller.plan else NO_SHAPES
+
+    @property
+    def gain_of_smaller(self) -> float:
+        """The throughput that smaller cells add, as a share of that without them; 0 if they compute nothing."""
+        plan = self.smaller.plan if self.smaller else None
+        return self.plan.step_s / plan.step_s - 1 if plan else 0.0
+
+    def communicators(self, plan: Plan) -> Communicators:
+        """Return the communicators of all ranks, including those within cells."""
+        previous = None if plan is self.before else Needs(self.before.layout)
+        planned = self.decision is not None and not self.decision.case.lost
+        needs = Needs(plan.layout, plan.transfers, planned)
+        return communicators(needs, self.scenario.job.cell(0), previous, self.scenario.state.nodes)
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """Return the timeline of one step; slow workers are slow in it once they are planned for."""
+        speeds = worker_speeds(self.state) if plan is self.plan else None
+        if self.smaller and plan is self.smaller.plan:
+            speeds = worker_speeds(self.smaller.state)
+        return simulate(plan.schedule, plan.layout, self.scenario.profile.costs, speeds)
+
+    def flags(self) -> list[tuple[str, str]]:
+        """Return (flag, why) for flags that the job would be better off with, and does not have."""
+        config, found = self.scenario.config, [("--odyssey", "to survive at all")]
+        gain, nodes = self.before.step_s / self.best.step_s - 1, self.state.nodes
+        faster = config.layout != "auto" and gain >= WORTH
+        whys = [f"a healthy job has {gain:.1%} more throughput"] if faster else []
+        copies = self.scenario.job.optimizer_copies
+        apart = spread((self.best if faster else self.before).layout, nodes, copies)
+        apart = with_keepers(apart, None, nodes, copies)  # as a job that begins with this layout has them
+        if on_one_node(self.before.layout, nodes) and not on_one_node(apart, nodes):
+            whys.append("the loss of any one node is survived, too")
+        if whys:
+            found.append((f"--odyssey-layout {'auto' if faster else 'spread'}", "; ".join(whys)))
+        if config.redundancy == "off" and (single := alone(self.before.layout)):
+            names = names_of(single, self.before)
+            found.append(("--odyssey-redundancy state", f"without a second holder: {names}"))
+        return found
+
+
+def names_of(layers: Sequence[int], plan: Plan) -> str:
+    """Return ascending ``layers`` in words."""
+    total = plan.layout.num_layers
+    if len(layers) in (0, total):
+        return "all layers" if layers else "no layers"
+    return layer_names(list(layers), total)
