@@ -355,9 +355,8 @@ def _gantt(
     place = {rank: y for y, rank in enumerate(rows) if rank not in lost_ranks}
     _draw_boxes(axes, [(place[box.rank], box) for box in executed.boxes if box.rank in place], end_ms, theme)
     axes.set_yticks(range(len(rows)), [_row_label(executed, rank, of) for rank in rows], fontsize=8.5)
-    axes.yaxis.set_label_coords(
-        0, 0.5
-    )  # there is no label; its place would be sought among hundreds of ticks
+    # There is no label; its place would be sought among hundreds of ticks.
+    axes.yaxis.set_label_coords(0, 0.5)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(-0.004 * end_ms, 1.004 * end_ms)
     axes.grid(visible=False, axis="y")

@@ -171,6 +171,8 @@ class Costs:
     """(sender, receiver, seconds): how much longer an activation between these workers takes than others."""
     slow_sums: tuple[SlowSums, ...] = ()
     """Gradient sums that take longer than others."""
+    long_optimizers: tuple[tuple[int, float], ...] = ()
+    """(worker, factor): how many times as long as a whole cell's the optimizer of a smaller cell takes."""
 
     @cached_property
     def spans(self) -> Spans:
@@ -224,9 +226,13 @@ class Costs:
         return max((one.factor for one in self.slow_sums if one.slows(holders)), default=1.0)
 
     @cached_property
-    def without_slow_links(self) -> Costs:
-        """These costs without slow links and sums: what does not depend on which workers take part."""
-        return replace(self, slow_links=(), slow_sums=()) if self.slow_links or self.slow_sums else self
+    def of_alike_workers(self) -> Costs:
+        """These costs without slow links, slow sums and long optimizers: what does not depend on which workers take
+        part.
+        """
+        if not (self.slow_links or self.slow_sums or self.long_optimizers):
+            return self
+        return replace(self, slow_links=(), slow_sums=(), long_optimizers=())
 
     @cached_property
     def without_ends(self) -> Costs:
@@ -240,4 +246,4 @@ class Costs:
         They do not depend on which workers take part, nor on how optimizer state is shared out, nor on how a step ends.
         """
         layers = (replace(one, optimizer_bytes=0, state_bytes=0) for one in self.all_layers)
-        return self.without_slow_links.without_ends.with_layers(layers)
+        return self.of_alike_workers.without_ends.with_layers(layers)

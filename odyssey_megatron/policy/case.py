@@ -119,7 +119,7 @@ class Case:
     @property
     def search(self) -> Search:
         """The search for ragged pipelines, with what earlier decisions have worked out."""
-        costs = self.profile.costs.without_slow_links
+        costs = self.profile.costs.of_alike_workers
         return search_for(costs, costs.memory_bytes, self.job.optimizer_copies, revisits=self.job.revisits)
 
     def score(self, step_s: float, transition_s: float, fatal_share: float = 0.0) -> float:
@@ -185,12 +185,18 @@ class Case:
         return share
 
 
-def with_links(profile: Profile, state: ClusterState) -> Profile:
-    """Return ``profile`` with the links and sums that are slow now."""
-    costs, slow = profile.costs, (state.slow_links, state.slow_sums)
-    if (costs.slow_links, costs.slow_sums) == slow:
+def in_cluster(profile: Profile, state: ClusterState) -> Profile:
+    """Return ``profile`` with the links and sums that are slow now, and the optimizers of smaller cells."""
+    # What a rank keeps of optimizer state it steps.
+    of_smaller = (
+        (worker, share.scaled(1.0, 1.0) / share.ranks) for worker, share in worker_shares(state).items()
+    )
+    long = tuple((worker, more) for worker, more in of_smaller if more != 1.0)
+    costs, own = profile.costs, (state.slow_links, state.slow_sums, long)
+    if (costs.slow_links, costs.slow_sums, costs.long_optimizers) == own:
         return profile
-    return replace(profile, costs=replace(costs, slow_links=slow[0], slow_sums=slow[1]))
+    costs = replace(costs, slow_links=own[0], slow_sums=own[1], long_optimizers=own[2])
+    return replace(profile, costs=costs)
 
 
 def worker_speeds(state: ClusterState) -> dict[int, float]:

@@ -24,7 +24,7 @@ from odyssey_megatron.plan.scheduling.eager import assemble_eager
 from odyssey_megatron.plan.scheduling.lean import leaner
 from odyssey_megatron.plan.scheduling.order import Order, order_routes
 from odyssey_megatron.plan.sending.generation import CandidateRow
-from odyssey_megatron.policy.case import Case, with_links, worker_shares, worker_speeds
+from odyssey_megatron.policy.case import Case, in_cluster, worker_shares, worker_speeds
 from odyssey_megatron.policy.contest import MANY_WORKERS, best_of
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.options import (
@@ -120,7 +120,7 @@ def scheduled(
         job: the one whose communicators are to have room; None: there are none.
         longest_s: if the step is below it, an order is looked for that needs less memory in a step of at most this.
     """
-    speeds, shares, profile = worker_speeds(state), worker_shares(state), with_links(profile, state)
+    speeds, shares, profile = worker_speeds(state), worker_shares(state), in_cluster(profile, state)
     taken = taken_bytes(Needs(layout, transfers), job) if job else 0
     caps = caps_for(layout, profile.costs, shares, taken)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
@@ -187,7 +187,7 @@ def decide(
         previous=previous.layout,
         moved=previous.transfers,
         usual_step_s=previous.step_s,
-        profile=with_links(profile, state),
+        profile=in_cluster(profile, state),
         horizon_s=config.horizon_s,
         mtbf_s=mean_time_between_failures_s(state, config.mtbf_s, now_s),
         home=home,

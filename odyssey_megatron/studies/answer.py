@@ -14,7 +14,7 @@ from odyssey_megatron.plan.placing.redundancy import with_keepers
 from odyssey_megatron.plan.placing.spread import on_one_node, spread
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
-from odyssey_megatron.policy.case import worker_speeds
+from odyssey_megatron.policy.case import in_cluster, worker_speeds
 from odyssey_megatron.policy.decide import Decision
 from odyssey_megatron.policy.two_speed import TwoSpeed
 from odyssey_megatron.studies.losses import NextLoss, alone
@@ -77,10 +77,11 @@ class WhatIf:
 
     def timeline(self, plan: Plan) -> Timeline:
         """Return the timeline of one step; slow workers are slow in it once they are planned for."""
-        speeds = worker_speeds(self.state) if plan is self.plan else None
+        state = self.state if plan is self.plan else self.scenario.state
         if self.smaller and plan is self.smaller.plan:
-            speeds = worker_speeds(self.smaller.state)
-        return simulate(plan.schedule, plan.layout, self.scenario.profile.costs, speeds)
+            state = self.smaller.state
+        costs = in_cluster(self.scenario.profile, state).costs
+        return simulate(plan.schedule, plan.layout, costs, worker_speeds(state))
 
     def flags(self) -> list[tuple[str, str]]:
         """Return (flag, why) for flags that the job would be better off with, and does not have."""

@@ -202,7 +202,8 @@ def test_half_a_cell_takes_twice_as_long(emulating, tmp_path):
     layout = from_jsonable(Layout, decision["layout"])
     shares = {hop.worker: len(route.microbatches) for route in layout.routes for hop in route.hops}
     assert shares == {0: 5, 1: 3}
-    expected_s = simulate(schedule_from_text(decision["schedule"]), layout, COSTS, {1: 0.5}).step_s
+    costs = replace(COSTS, long_optimizers=((1, 2.0),))
+    expected_s = simulate(schedule_from_text(decision["schedule"]), layout, costs, {1: 0.5}).step_s
     modelled_s = [one.losses["modelled_s"] for one in steps if one.generation == steps[-1].generation][1:]
     assert modelled_s
     assert modelled_s == pytest.approx([expected_s] * len(modelled_s), rel=1e-6)

@@ -13,7 +13,7 @@ from odyssey_megatron.diagnosis.steps import StepTimes
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.metrics.journal import Journal, read_journal
-from odyssey_megatron.policy.case import with_links
+from odyssey_megatron.policy.case import in_cluster
 from odyssey_megatron.policy.routes.links import waits_s
 from tests.launch.looks import job_in, timed
 from tests.policy.test_history import planner_of
@@ -50,7 +50,7 @@ def test_a_slow_link_is_found_done_without_and_taken_again(job):
     assert state.slow_links == ((0, 2, 0.5),)
     assert "link between ranks [0, 2] slow, 9.00 times the time: steps" in better.why
     mended = better.decided.plan
-    assert waits_s(mended.layout, with_links(job.planner.known.given, state).costs) == 0
+    assert waits_s(mended.layout, in_cluster(job.planner.known.given, state).costs) == 0
     unseen = replace(with_link(6, 9.0), links=Links(newest=6))
     assert rebalancing.look(unseen, state, mended, 15.0) == (state, None), "no message goes there any more"
     state, back = rebalancing.look(with_link(7, 1.0), state, mended, 20.0)

@@ -144,6 +144,8 @@ class Second:
             for worker in holders:
                 size = self._total("optimizer_bytes", *bucket) * share
                 found[worker] += self.costs.optimizer_s_per_byte * size
+        for worker, factor in self.costs.long_optimizers:
+            found[worker] *= factor
         return found
 
     def _gathered_late_s(self):

@@ -11,7 +11,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import Share, apply, initial_state, with_slow_links
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.placing.memory import fullest_bytes
-from odyssey_megatron.policy.case import Case, with_links
+from odyssey_megatron.policy.case import Case, in_cluster
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import scheduled
 from odyssey_megatron.policy.initial import initial_plan
@@ -175,7 +175,7 @@ def test_a_sketch_promises_no_more_than_its_layout_keeps(memory_is_known):
             state=state,
             previous=home,
             usual_step_s=1.0,
-            profile=with_links(Profile(costs=found), state),
+            profile=in_cluster(Profile(costs=found), state),
             horizon_s=3600.0,
             mtbf_s=86400.0,
         )

@@ -10,7 +10,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state, with_slow_links
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import megatron_layout
-from odyssey_megatron.policy.case import Case, with_links
+from odyssey_megatron.policy.case import Case, in_cluster
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.policies import POLICIES, mix
 from odyssey_megatron.policy.proposal import Sketch
@@ -57,7 +57,7 @@ def random_case(rng: random.Random) -> Case:
         previous=previous,
         home=home,
         usual_step_s=1.0,
-        profile=with_links(Profile(costs=uniform_costs(layers - 2, ends=True)), state),
+        profile=in_cluster(Profile(costs=uniform_costs(layers - 2, ends=True)), state),
         horizon_s=3600.0,
         mtbf_s=86400.0,
         rebalances=not dead and rng.random() < 0.5,

@@ -21,7 +21,7 @@ from odyssey_megatron.plan.checking.units import check_state
 from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.plan.placing.memory import state_bytes
-from odyssey_megatron.policy.case import with_links, worker_shares
+from odyssey_megatron.policy.case import in_cluster, worker_shares
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
@@ -112,9 +112,9 @@ def check_plan(plan, job, profile, state):
     assert layout.num_microbatches == job.num_microbatches
     assert set(layout.workers) <= set(state.alive)
     speeds = {w.worker: w.pace for w in state.workers}
-    timeline = verify(layout, plan.schedule, with_links(profile, state).costs, speeds=speeds)
+    timeline = verify(layout, plan.schedule, in_cluster(profile, state).costs, speeds=speeds)
     assert timeline.step_s == pytest.approx(plan.step_s, rel=1e-6)
-    second = Second(plan.schedule.to_text(), with_links(profile, state).costs, speeds, layout.copies)
+    second = Second(plan.schedule.to_text(), in_cluster(profile, state).costs, speeds, layout.copies)
     assert second.step_s == pytest.approx(plan.step_s, rel=1e-8)
     held = held_bytes(layout, profile.costs)
     peaks = second.peak_bytes(held)

@@ -71,7 +71,7 @@ def optimizers_s(
         seconds = costs.optimizer_s_per_byte * costs.spans.stepped_bytes(one.first, one.last) * share
         for worker in one.holders:
             own_s[worker] = own_s.get(worker, 0.0) + seconds
-    return own_s
+    return own_s | {worker: own_s[worker] * more for worker, more in costs.long_optimizers if worker in own_s}
 
 
 def weights_late_s(
