@@ -57,24 +57,19 @@ def test_an_evaluation_counts_nothing(model):
     assert not counted(model)[0].any()
 
 
-def test_tokens_of_experts_that_are_spread_over_ranks_count_without_biases_too(make_model):
+def test_tokens_of_experts_without_biases_count_too(make_model):
     from megatron.core.transformer.moe.router import Router
 
-    from odyssey_megatron.mcore.model.experts import Routing
-
     made = make_model(num_experts=EXPERTS, moe_router_topk=TOPK, moe_router_enable_expert_bias=False)
-    assert made.holdings.routing.num_totals == LAYERS, "auxiliary losses only, on one rank"
-    layer = made.holdings.layers[1].parts
-    routing = Routing(made.spec.config, made.holdings.groups, made.holdings.seeds, spreads_experts=True)
-    routing.attach(1, layer)
-    (router,) = [one for one in layer.modules() if isinstance(one, Router)]
-    sent = []
+    routing, sent = made.holdings.routing, []
+    (router,) = [one for one in made.holdings.layers[1].parts.modules() if isinstance(one, Router)]
     router.register_forward_hook(lambda module, given, chosen: sent.append(chosen[1].clone()))
     for _ in range(2):
         made.compute.forward(0, 0, 2, None)
         made.compute.forward(1, 0, 2, None)
     by_hand = [
-        sum(int(one[token, expert]) for one in sent[:2] for token in range(TOKENS)) for expert in range(4)
+        sum(int(one[token, expert]) for one in sent[:2] for token in range(TOKENS))
+        for expert in range(EXPERTS)
     ]
     assert sum(by_hand) == 2 * TOKENS * TOPK
     assert len(sent) == 4

@@ -112,17 +112,8 @@ def biases(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 class Routing:
     """The records of a step: what the routers of this rank have counted."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        groups: ProcessGroupCollection,
-        seeds: LayerSeeds,
-        *,
-        spreads_experts: bool = False,
-    ):
-        """``seeds`` knows the microbatch at hand. ``spreads_experts``: whether experts are spread over the ranks of a
-        whole cell. Raises ConfigError.
-        """
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, seeds: LayerSeeds):
+        """``seeds`` knows the microbatch at hand. Raises ConfigError."""
         _check(config)
         self._config, self._seeds = config, seeds
         self._layers = {layer: place for place, layer in enumerate(with_experts(config))}
@@ -132,11 +123,9 @@ class Routing:
         self._names = ["z_loss"] * (config.moe_z_loss_coeff is not None)
         self._names += [name for kind, name in _LOSSES.items() if kind in kinds]
         self._has_biases = config.moe_router_enable_expert_bias
-        self._counted = (config.num_moe_experts or 0) if self._has_biases or spreads_experts else 0
+        self._num_experts = config.num_moe_experts or 0
         self.tokens: list[list[float]] = []
-        """For each layer that has experts, the number of tokens of each expert in the last step, on all ranks. Empty
-        if they are not counted.
-        """
+        """For each layer that has experts, the number of tokens of each expert in the last step, on all ranks."""
         self.records: Records = {}
 
     # -- in a forward ---------------------------------------------------------------------------------------------
@@ -180,13 +169,12 @@ class Routing:
         ``tokens``: the number that it has sent to each expert, [experts].
         """
         row = torch.zeros(
-            len(self._names) + self._counted, dtype=torch.float64, device=torch.cuda.current_device()
+            len(self._names) + self._num_experts, dtype=torch.float64, device=torch.cuda.current_device()
         )
         for name, (values, is_part) in compat.aux_losses().items():
             if name in self._names:
                 row[self._names.index(name)] = values.sum() / (1 if is_part else self._cell_size)
-        if self._counted:
-            row[len(self._names) :] = tokens
+        row[len(self._names) :] = tokens
         return row
 
     def take_back(self, microbatch: int, first: int, last: int) -> Records:
@@ -199,7 +187,7 @@ class Routing:
 
     @property
     def num_totals(self) -> int:
-        return len(self._layers) * (len(self._names) + self._counted)
+        return len(self._layers) * (len(self._names) + self._num_experts)
 
     def local_totals(self) -> torch.Tensor:
         """This rank's share of the totals, 1-D, float64."""
@@ -210,7 +198,7 @@ class Routing:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        return len(self._layers), len(self._names) + self._counted
+        return len(self._layers), len(self._names) + self._num_experts
 
     def losses(self, totals: torch.Tensor) -> dict[str, list[float]]:
         """Name -> for each layer, the sum that Megatron would have by now, from everyone's ``totals``, 1-D."""
@@ -227,14 +215,12 @@ class Routing:
         up for those that got fewer, as megatron core_v0.16.1 transformer/moe/moe_utils.py, ``get_updated_expert_bias``,
         does. ``totals``: everyone's, 1-D.
         """
-        if not self._counted:
-            return
         counts = totals.reshape(self._shape)[:, len(self._names) :]
         self.tokens = counts.tolist()
         if not self._has_biases:
             return
         tokens = counts.to(torch.float32)
-        beside = torch.sign(tokens.sum(1, keepdim=True) / self._counted - tokens)
+        beside = torch.sign(tokens.sum(1, keepdim=True) / self._num_experts - tokens)
         moves = to_device(beside * self._config.moe_router_bias_update_rate)
         for layer, module in layers.items():
             for number, bias in enumerate(biases(module).values(), start=layer):

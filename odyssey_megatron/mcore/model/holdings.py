@@ -43,7 +43,7 @@ class Holdings:
         rng.initialize(spec.seed, part)
         self.seeds = rng.LayerSeeds(spec.seed, part)
         """What the layers draw random numbers by."""
-        self.routing = Routing(spec.config, groups, self.seeds, spreads_experts=cell.full_expert > 1)
+        self.routing = Routing(spec.config, groups, self.seeds)
         """What the layers' routers count."""
         self.held: dict[int, HeldLayer] = {}
         """The held layers by number. Until a step of the current layout is committed some may be of an earlier one."""
