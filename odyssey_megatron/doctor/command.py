@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _checkout_among(flags: Sequence[str]) -> Path | None:
     """Return the Megatron-LM checkout that stands behind ``flags`` or between them, if one does."""
-    return next((Path(one) for one in flags if Path(one, "megatron", "core").is_dir()), None)
+    return next((Path(one) for one in flags if os.path.isdir(os.path.join(one, "megatron", "core"))), None)
 
 
 def _after(flag: str, rest: list[str]) -> str | None:

@@ -153,7 +153,7 @@ def read_job(named: str) -> LaunchCommand:
     """
     variables, script = _typed(named)
     path, _, name = script.rpartition(":")
-    if not path or Path(script).exists():
+    if not path or os.path.exists(script):
         path, name = script, ""
     try:
         text = read_text(path)
@@ -176,7 +176,7 @@ def read_job(named: str) -> LaunchCommand:
 def _typed(named: str) -> tuple[dict[str, list[str]], str]:
     """Return the variables and arguments that ``named`` gives a script, and the path of the script."""
     try:
-        words = [] if Path(named).exists() else shlex.split(named)
+        words = [] if os.path.exists(named) else shlex.split(named)
     except ValueError:
         words = []
     at = next((at for at, word in enumerate(words) if not _SETS.fullmatch(word)), None)

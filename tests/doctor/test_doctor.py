@@ -408,3 +408,8 @@ def test_problems_stand_before_what_is_fine():
 def test_a_job_whose_layers_nobody_can_build(given, state):
     rows = packages.rows(HOST, replace(JOB, flags=given), {})
     assert {row.name: row.state for row in rows}["transformer-engine"] == state
+
+
+def test_a_word_longer_than_any_file_name_is_no_checkout(capsys):
+    assert main(["doctor", "--data-path", "x" * 300]) in (0, 1)
+    assert "problem(s)" in capsys.readouterr().out

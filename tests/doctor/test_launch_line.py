@@ -115,6 +115,10 @@ def test_a_script_takes_variables_and_arguments(tmp_path):
     )
     assert read_job(f"T=2 {path} 7b --z").flags == ["--x", "32", "--y", "2", "--z"]
     assert read_job(str(path)).choices == {"N": ["80", "32"]}
+    long = "x" * 300
+    assert read_job(f"{path} {long}").flags == ["--x", "80", "--y", "1"], "no file has a name this long"
+    with pytest.raises(ConfigError, match=f"--job {long}"):
+        read_job(long)
 
 
 def test_files_that_a_script_sources_are_read(tmp_path):
