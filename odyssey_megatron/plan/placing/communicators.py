@@ -38,7 +38,8 @@ PAIR_BYTES, GROUP_BYTES = 544 * 2**20, 688 * 2**20
 NVLink. Newer versions reserve less for communicators that only send and receive; ten together have been seen to take
 10 GB (Si et al., arXiv 2510.20171).
 """
-
+_STEP_BYTES = 4 * 2**30
+"""Whichever workers die, plans are mostly to have the same room then, and so the orders that were worked out before."""
 
 _Sizes = tuple[int, ...]
 """The number of ranks in each of some groups of a rank."""
@@ -98,11 +99,12 @@ class Needs(NamedTuple):
 
 def taken_bytes(plan: Needs, job: JobSpec, previous: Needs | None = None) -> int:
     """Return the GPU memory that communicators of ``plan`` take of what plans may use: what they need beyond
-    ``JobSpec.aside_bytes``. ``previous``: see :func:`communicators`.
+    ``JobSpec.aside_bytes``, in steps of :data:`_STEP_BYTES`. ``previous``: see :func:`communicators`.
     """
     if job.aside_bytes is None:
         return 0
-    return max(0, communicators(plan, job.cell(0), previous).num_bytes - job.aside_bytes)
+    more = communicators(plan, job.cell(0), previous).num_bytes - job.aside_bytes
+    return max(0, -(-more // _STEP_BYTES) * _STEP_BYTES)
 
 
 def communicators(
