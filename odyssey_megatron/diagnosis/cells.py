@@ -86,8 +86,8 @@ def _usual_s(
     """
     of_place: dict[int, list[float]] = {}
     places = {one.rank % cell_size for one in own}
-    for rows in healthy.values():
-        alike = [one for one in rows if one.layers == own[-1].layers] if own else []
+    for rows in healthy.values() if own else ():
+        alike = [one for one in rows if one.layers == own[-1].layers]
         levels_s = _levels((one.rank % cell_size, one.computed_s) for one in alike)
         if levels_s.keys() == places:
             for place, level_s in levels_s.items():

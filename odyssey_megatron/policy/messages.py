@@ -51,20 +51,21 @@ def planned_with_or_without(
 
 
 def decided_with_or_without(
-    decide: Callable[[Profile], Decided], profile: Profile, bound_s: Callable[[], float]
+    decide: Callable[[Profile], Decided], profile: Profile, bound_s: Callable[[], float] | None
 ) -> tuple[Decided, Profile]:
     """Return what ``decide`` gives, and the profile that it is for: ``profile``, or without messages.
 
     That is so where nothing fits with them, or steps are long and would be shorter without.
 
     Args:
-        bound_s: gives a time that no step is shorter than, whatever memory there is. Called if there is a plan.
+        bound_s: gives a time that no step is shorter than, whatever memory there is. Called if there is a plan. None:
+            messages are known to be worth their memory.
 
     Raises:
         PlanInfeasible: neither fits.
     """
     kept, fits = _fitting(decide, profile)
-    if not fits.costs.keeps_messages or fits.costs.memory_bytes is None:
+    if bound_s is None or not fits.costs.keeps_messages or fits.costs.memory_bytes is None:
         return kept, fits
     limit_s = _LONG * bound_s()
     # The plan that it comes to is worked out only if need be.

@@ -12,7 +12,9 @@ from odyssey_megatron.cluster.state import apply, initial_state
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.policy import planner as planner_module
 from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.messages import planned_with_or_without
 from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.plan.samples import layer, uniform_costs
@@ -75,6 +77,23 @@ def test_the_next_loss_is_looked_at_before_it_happens():
     planner.rehearse(STATE, plan, 0.5)
     found = planner.decide(left_of(0), plan, 1.0).plan
     assert (found.step_s, found.keeps_messages) == (64.0, False)
+
+
+def test_what_a_rehearsal_found_to_pay_is_not_looked_at_once_more(monkeypatch):
+    """With four microbatches steps are long whatever memory there is; a rehearsal has found plans without messages no
+    better with half of the workers, which have most state each.
+    """
+    decided = []
+    monkeypatch.setattr(planner_module, "decide", lambda **given: decided.append(given) or decide(**given))
+    few = replace(JOB, num_microbatches=4)
+    planner = PolicyPlanner(OdysseyConfig(device="cpu"))
+    plan = planner.start(few, STATE, to_json(profile(40))).plan
+    before = planner.decide(left_of(0, 5), plan, 0.1).plan
+    assert len(decided) == 2
+    planner.rehearse(STATE, plan, 0.5)
+    decided.clear()
+    assert planner.decide(left_of(0, 5), plan, 1.0).plan == before
+    assert len(decided) == 1
 
 
 def test_they_must_save_more_than_they_cost():

@@ -10,6 +10,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.plan.placing.memory import caps_for
 from odyssey_megatron.plan.scheduling.generate import order_routes
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
@@ -178,6 +179,25 @@ def test_little_memory_slows_the_estimate():
     assert max(one.each_s for one in Splits(costs, 1000).stages(4)) == 3.0
     # Room for one microbatch: the first stage waits until it is back, 4 down, 4 up and its weight gradient.
     assert max(one.each_s for one in Splits(costs, 4 + 4 + 1).stages(4)) == 9.0
+
+
+@pytest.mark.parametrize(("link_bytes_per_s", "step_s"), [(1e9, 56.0), (1.0, 63.5)])
+def test_full_memory_leaves_no_work_for_the_end(link_bytes_per_s, step_s):
+    """Four pipelines of two stages. The head's parameters leave the last stage room for one microbatch. While the last
+    gradient goes up it has one weight gradient left, 4 of the 8 that the first stage takes.
+    """
+    costs = uniform_costs(8, ends=True)
+    heavy = replace(layer(0.0, 0.0, 0.0, 0), weight_bytes=8, optimizer_bytes=0)
+    layers = (*costs.layers[:-1], heavy)
+    costs = replace(costs, layers=layers, link_bytes_per_s=link_bytes_per_s, memory_bytes=30)
+    search = Search(costs, 30)
+    layout = place(search.shape(8, 16, 4), range(8), pipelines(10, 1, 8), costs)
+    order = order_routes(layout, costs, in_flight_cap=caps_for(layout, costs))
+    assert step_end_s(layout, costs, order.done_s, order.tails()) == pytest.approx(step_s)
+    assert search.estimate_s(8, 16, 4) == pytest.approx(step_s)
+    of_four = search.pipelines(8, (), 16)
+    of_four.count(4, 0, 0.0)
+    assert of_four.time_s(2, 4) == pytest.approx(step_s), "as the bounds of pipelines of any lengths"
 
 
 def test_a_slow_worker_gets_fewer_layers_and_its_pipeline_fewer_microbatches():

@@ -124,8 +124,8 @@ class Routing:
         self._names += [name for kind, name in _LOSSES.items() if kind in kinds]
         self._has_biases = config.moe_router_enable_expert_bias
         self._num_experts = config.num_moe_experts or 0
-        self.tokens: list[list[float]] = []
-        """For each layer that has experts, the number of tokens of each expert in the last step, on all ranks."""
+        self.tokens = torch.zeros(self._shape[0], self._num_experts, dtype=torch.float64)
+        """The tokens of each expert in the last step, on all ranks, [layer with experts, expert]."""
         self.records: Records = {}
 
     # -- in a forward ---------------------------------------------------------------------------------------------
@@ -215,11 +215,10 @@ class Routing:
         up for those that got fewer, as megatron core_v0.16.1 transformer/moe/moe_utils.py, ``get_updated_expert_bias``,
         does. ``totals``: everyone's, 1-D.
         """
-        counts = totals.reshape(self._shape)[:, len(self._names) :]
-        self.tokens = counts.tolist()
+        self.tokens = totals.reshape(self._shape)[:, len(self._names) :]
         if not self._has_biases:
             return
-        tokens = counts.to(torch.float32)
+        tokens = self.tokens.to(torch.float32)
         beside = torch.sign(tokens.sum(1, keepdim=True) / self._num_experts - tokens)
         moves = to_device(beside * self._config.moe_router_bias_update_rate)
         for layer, module in layers.items():

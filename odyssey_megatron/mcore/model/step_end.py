@@ -129,7 +129,7 @@ class StepEnd:
     def expert_loads(self) -> dict[int, float]:
         """See ``cluster.expert_loads.expert_loads``, for the last step. Empty if no experts are spread over ranks."""
         whole = self._holdings.cell.whole
-        return expert_loads(whole, self._routing.tokens) if whole.expert > 1 else {}
+        return expert_loads(whole, self._routing.tokens.tolist()) if whole.expert > 1 else {}
 
     def squared_weights(self) -> torch.Tensor:
         """This rank's share of the sum of all squared parameters, [1], float64. A slice's first owner counts it."""

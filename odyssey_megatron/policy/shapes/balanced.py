@@ -26,8 +26,11 @@ class _Summing(NamedTuple):
     """When a stage begins to sum gradients, and what it sums."""
 
     begins_s: float
+    """When the first microbatch reaches it, and the time for which its memory keeps it waiting then."""
     whole_s: float
-    """``begins_s`` less the input gradient beside which it may sum, for the bound with all its sums."""
+    """When the first microbatch reaches it, less the input gradient beside which it may sum, for the bound with all its
+    sums.
+    """
     each_s: float
     down_and_up_s: float
     last_bytes: int
@@ -90,14 +93,15 @@ class Balanced:
 
         The bounds are those of :mod:`odyssey_megatron.plan.checking.bound`: all the work of a stage, and then the
         bucket that it sums last; the forwards and input gradients of a stage, and then all its sums, or the way up to
-        the first stage; and the way of one microbatch down and up.
+        the first stage; all but the work that its memory allows it to have left by then, and the same way; and the way
+        of one microbatch down and up.
         """
         work, sums, drain, longest_s = [], [], [], 0.0
         for length, count in lengths:
             last, whole = self._last_done(length, microbatches / pipelines, pipelines)
             work.append((last, count))
             sums.append((whole, count))
-            drain.append((self._drain(length), count))
+            drain.append((self._drained(length, microbatches / pipelines, pipelines), count))
             longest_s = max(longest_s, path_s(self.splits.costs, self.splits.stages(length)))
         return max(*(finish_s(microbatches, each) for each in (work, sums, drain)), longest_s)
 
@@ -129,22 +133,36 @@ class Balanced:
                 begins_s = reached_s(costs, one)
                 buckets = [bucket for a, b in one.spans for bucket in cut_in(a, b, least_bytes, costs)]
                 sizes = [costs.spans.gradient_bytes(*bucket) for bucket in buckets]
+                before_s = self.splits.waiting(self.splits.stages(stages), one).before_s
                 whole_s = begins_s - one.beside_s(costs)
                 found.append(
                     _Summing(
-                        begins_s, whole_s, one.each_s, one.down_and_up_s, sizes[0], sum(sizes), len(sizes)
+                        begins_s + before_s,
+                        whole_s,
+                        one.each_s,
+                        one.down_and_up_s,
+                        sizes[0],
+                        sum(sizes),
+                        len(sizes),
                     )
                 )
             self._known[stages, least_bytes] = found
         return self._known[stages, least_bytes]
 
-    def _drain(self, stages: int) -> Rate:
-        """Return the rate of the stage with most forwards and input gradients, with the way down to it and up to the
-        first stage.
+    def _drained(self, stages: int, share: float, pipelines: int) -> Rate:
+        """Return the rate of the stage whose last gradient is the last one to be through with the first stage, which
+        then sums its last bucket, if its pipeline gets ``share`` microbatches.
         """
-        of_all = self.splits.stages(stages)
-        _, _, longest = max((one.down_and_up_s, one.hop, one) for one in of_all)
-        return Rate(head_s=up_s(self.splits.costs, of_all, longest), each_s=longest.down_and_up_s)
+        costs, of_all = self.splits.costs, self.splits.stages(stages)
+        lag_s, byte_s = self._sum_s(pipelines)
+        sum_s = lag_s + byte_s * self._summing(stages, bucket_bytes(costs, pipelines))[0].last_bytes
+        lines = list[tuple[float, float, float]]()
+        for one in of_all:
+            found = self.splits.waiting(of_all, one)
+            lines.append(_line(found.head_s + sum_s, found.each_s, share))
+            lines.append(_line(up_s(costs, of_all, one) + sum_s, one.down_and_up_s, share))
+        _, head_s, each_s = max(lines)
+        return Rate(head_s=head_s, each_s=each_s)
 
 
 def _line(head_s: float, each_s: float, share: float) -> tuple[float, float, float]:

@@ -40,8 +40,10 @@ class Rows(NamedTuple):
         rows = cls(array("d"), array("d"), array("l"), array("q"), 2.0**40, path_s(costs, stages))
         for one in stages:
             begins_s = reached_s(costs, one)
-            rows.head_s.extend((begins_s, begins_s - one.beside_s(costs), up_s(costs, stages, one)))
-            rows.each_s.extend((one.each_s, one.down_and_up_s, one.down_and_up_s))
+            waiting = splits.waiting(stages, one)
+            heads_s = begins_s + waiting.before_s, begins_s - one.beside_s(costs), up_s(costs, stages, one)
+            rows.head_s.extend((*heads_s, waiting.head_s))
+            rows.each_s.extend((one.each_s, one.down_and_up_s, one.down_and_up_s, waiting.each_s))
             rows.lowest.extend(one.spans[0])
             rows.sums.append(sum(spans.gradient_bytes(a, b) for a, b in one.spans))
             if costs.keeps_messages and splits.budget is not None:
@@ -55,12 +57,13 @@ class Rows(NamedTuple):
 class Bounds:
     """Lower bounds as in :mod:`odyssey_megatron.plan.checking.bound`, for pipelines of all kinds at once.
 
-    Each row is a line, ``head_s + microbatches * each_s``, with sums after it. Each stage has three rows:
+    Each row is a line, ``head_s + microbatches * each_s``, with sums after it. Each stage has four rows:
 
     - all its work, which memory may stretch, and the bucket that is summed last;
     - its forwards and input gradients, the last of which may run beside sums on a first stage, and all its sums;
     - its forwards and input gradients, the way of the last gradient up to the first stage, and that stage's last
-      bucket.
+      bucket;
+    - all its work but what it can have left by then, as its memory is full, and the same way and bucket.
     """
 
     def __init__(self, splits: Splits, kinds: Sequence[int], known: dict[int, Rows]) -> None:
@@ -107,7 +110,7 @@ class Bounds:
                     known[visit] = size(*cut(*visit, number, self._costs)[0])
                 last.append(known[visit])
             for bucket, of_stage in zip(last, one.sums, strict=True):
-                found += bucket, of_stage, last[0]
+                found += bucket, of_stage, last[0], last[0]
         return found
 
     def learn(self, known_s: Mapping[int, float], trust: float, near: float = inf) -> None:

@@ -17,7 +17,7 @@ from odyssey_megatron.policy.shapes import ways
 from odyssey_megatron.policy.shapes.cuts import place_within
 from odyssey_megatron.policy.shapes.kinds import Slow, Sorts, sort_of, stages_of
 from odyssey_megatron.policy.shapes.shares import SLACK
-from odyssey_megatron.policy.shapes.stages import Stage
+from odyssey_megatron.policy.shapes.stages import Stage, Waiting, waiting
 from odyssey_megatron.policy.shapes.ways import ONCE, Way
 
 _HEALTHY = Slow(1.0)
@@ -136,6 +136,11 @@ class Splits:
             whole, optimizer = whole - tied.kept_bytes, optimizer - tied.optimizer_bytes
         kept: float = one.share.scaled(whole, optimizer)
         return ceil(kept)
+
+    def waiting(self, stages: Sequence[Stage], one: Stage) -> Waiting:
+        """Return what a stage of a pipeline waits for, as its memory is full."""
+        room = inf if self.budget is None else int(self.budget * one.share.ranks) - self.kept_bytes(one)
+        return waiting(self.costs, stages, one, room)
 
     @property
     def _healthy(self) -> tuple[Slow, Table]:

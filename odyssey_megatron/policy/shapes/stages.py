@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd, inf
+from typing import NamedTuple
 
 from odyssey_megatron.cluster.state import WHOLE_CELL, Share
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.policy.shapes.shares import SLACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,41 @@ def up_s(costs: Costs, stages: Sequence[Stage], one: Stage) -> float:
     """Return the time down to a stage, and from there up to the end of the first stage's weight gradient."""
     way_s = costs.spans.down_and_up_s(0, one.first) + 2 * one.hop * costs.message_s()
     return way_s + costs.spans.weight_grad_s(*stages[0].spans[0])
+
+
+class Waiting(NamedTuple):
+    """What a stage's memory keeps it from, as in :mod:`odyssey_megatron.plan.checking.bound`: before its first input
+    gradient it can only fill its memory, and after the last one only empty it.
+    """
+
+    before_s: float
+    """The time for which it waits, full, for its first input gradient; 0.0 if other limits bind."""
+    head_s: float
+    """With ``each_s`` for each microbatch, a lower bound of the time at which the last gradient is through with the
+    first stage's weight gradient.
+    """
+    each_s: float
+
+
+def waiting(costs: Costs, stages: Sequence[Stage], one: Stage, room_bytes: float) -> Waiting:
+    """Return what a stage with room for so many bytes of activations waits for."""
+    through_s = up_s(costs, stages, one)
+    if (
+        room_bytes == inf or len(one.spans) > 1
+    ):  # visited more than once, its last input gradient may be its first hop's
+        return Waiting(0.0, through_s, one.down_and_up_s)
+    ((first, last),) = one.spans
+    spans, hops = costs.spans, sum(len(each.spans) for each in stages)
+    early, whole = spans.early_bytes(first, last), spans.activation_bytes(first, last)
+    room = int(room_bytes) // (gcd(early, whole) or 1) * (gcd(early, whole) or 1)
+    fills_s = spans.forward_s(first, last) * room / whole if whole else inf
+    empties_s = spans.weight_grad_s(first, last) * room / (whole - early) if whole > early else inf
+    back_s = spans.down_and_up_s(first, len(costs.layers)) - spans.input_grad_s(first, last)
+    back_s += 2 * (hops - 1 - one.hop) * costs.message_s()
+    work_s = spans.compute_s(first, last) / one.speed
+    waits_s = max(0.0, back_s - fills_s / one.speed)
+    is_busy = one.each_s <= work_s * SLACK
+    return Waiting(waits_s if is_busy else 0.0, through_s + waits_s - empties_s / one.speed, work_s)
 
 
 def path_s(costs: Costs, stages: Sequence[Stage]) -> float:
