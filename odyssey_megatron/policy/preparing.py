@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
@@ -11,6 +12,8 @@ from odyssey_megatron.plan.placing.transfer import warm_up
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.shapes.search import search_for
+from odyssey_megatron.policy.shapes.slide import slid
+from odyssey_megatron.policy.shapes.turns import TURNS
 
 _MOST_LOST = 64
 """Losses of 1, 2, 4, ... workers are prepared for, up to this number, besides all that one node can lose. What fails
@@ -18,6 +21,11 @@ together, such as the nodes of a rack or on one switch, is mostly such a number.
 """
 _MOST_NODES = 8
 """Losses of so many whole nodes are prepared for, too, of up to a quarter of all workers: each takes about a second."""
+
+_NODES_APART = 3
+"""Up to as many losses as that many nodes have workers, those of other numbers, which workers rarely have in common,
+are prepared for as far as a decision would look itself: each takes about a tenth of a second.
+"""
 
 
 def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured: bool) -> None:
@@ -32,14 +40,23 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured:
     warm_up()
     costs = profile.costs
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-    for lost in losses(state, is_measured=is_measured):
-        search.partitions(len(state.alive) - lost, job.num_microbatches, thorough=True)
+    alive, likely = len(state.alive), losses(state, is_measured=is_measured)
+    for lost in likely:
+        search.partitions(alive - lost, job.num_microbatches, thorough=True)
+    others = range(1, min(_NODES_APART * _per_node(state), alive // 4 + 1)) if is_measured else ()
+    for number in (alive - lost for lost in others if lost not in likely):
+        for look in (search.partitions, partial(slid, search)):
+            TURNS.run(partial(look, number, job.num_microbatches), yields=True)
+
+
+def _per_node(state: ClusterState) -> int:
+    """Return the number of living workers on the node that has most."""
+    return max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
 
 
 def losses(state: ClusterState, *, is_measured: bool) -> list[int]:
     """Return the numbers of workers that may be lost together; see :func:`prepare`."""
-    alive = len(state.alive)
-    node = max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
+    alive, node = len(state.alive), _per_node(state)
     found = {2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive} | {1, node}
     if is_measured:
         nodes = range(node, _MOST_NODES * node + 1, node)

@@ -16,7 +16,8 @@ from odyssey_megatron.policy.costs.profile import Observation, load_profile
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.preparing import incidents, losses
 from odyssey_megatron.policy.shapes import partition
-from tests.plan.samples import preset_profile
+from odyssey_megatron.policy.shapes.search import Search
+from tests.plan.samples import preset_profile, uniform_costs
 from tests.policy.test_decide import PROFILE, job
 
 OBSERVED = [
@@ -123,6 +124,36 @@ def test_up_to_eight_nodes_and_a_quarter_of_all_workers_are_prepared_for():
     assert losses(state, is_measured=True) == [*range(1, 9), 16, 24, 32, 40, 48, 56, 64]
     assert losses(state, is_measured=False) == [1, 2, 4, 8, 16, 32, 64]
     assert losses(initial_state(nodes=tuple(rank // 3 for rank in range(36))), is_measured=True)[-1] == 9
+
+
+def test_numbers_that_rarely_die_together_are_prepared_for_as_a_decision_would_look(monkeypatch):
+    """Five of 24 workers on eight nodes: neither all of a node, nor of several, nor a power of two. Later losses
+    that leave as many are looked at in full.
+    """
+    state, planner = (
+        initial_state(nodes=tuple(rank // 3 for rank in range(24))),
+        PolicyPlanner(OdysseyConfig(device="cpu")),
+    )
+    plan = planner.start(job(4, microbatches=12), state, to_json(PROFILE)).plan
+    planner.learn(state, plan, OBSERVED, 0.0)
+    planner.rehearse(state, plan, 0.0)
+    assert 5 not in losses(state, is_measured=True)
+    monkeypatch.setattr(partition, "ranked", lambda *args, **kwargs: pytest.fail("worked out once more"))
+    assert planner.decide(died(state, 0, 1, 6, 11, 16), plan, 1.0).plan.policy != "initial"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_was_found_in_a_hurry_is_looked_at_again_once_there_is_time(first, monkeypatch):
+    """With over 128 workers; what there was time for before is not."""
+    looks = []
+    ranked = partition.ranked
+    monkeypatch.setattr(
+        partition, "ranked", lambda *args, **more: looks.append(more) or ranked(*args, **more)
+    )
+    search = Search(uniform_costs(8, ends=True))
+    for thorough in (first, True, False, True):
+        search.partitions(129, 32, thorough=thorough)
+    assert [more["thorough"] for more in looks] == ([True] if first else [False, True])
 
 
 def test_decisions_are_what_they_are_without_it():

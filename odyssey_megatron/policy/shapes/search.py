@@ -98,6 +98,8 @@ class Search:
         self._rows: dict[int, Rows] = {}
         self._pipelines: dict[tuple[int, tuple[int, ...], int], Pipelines] = {}
         self._partitions: dict[tuple[int, int, tuple[int, ...]], tuple[Partition, ...]] = {}
+        self._thorough: set[tuple[int, int, tuple[int, ...]]] = set()
+        """Those of the partitions of many workers that were looked for without anybody waiting."""
         self._late_s: dict[tuple[tuple[tuple[int, ...], int], ...], float] = {}
 
     # -- the same job, seen otherwise -----------------------------------------------------------------------------
@@ -171,7 +173,8 @@ class Search:
         self, num_workers: int, num_microbatches: int, slow: Sequence[Slow], thorough: bool
     ) -> tuple[Partition, ...]:
         key = num_workers, num_microbatches, self.splits.sorts.numbers(sorted(slow, reverse=True))
-        if key not in self._partitions:
+        more = thorough and num_workers > MANY_WORKERS
+        if key not in self._partitions or (more and key not in self._thorough):
             workers, microbatches, sorts = key
             try:
                 self._partitions[key] = (
@@ -184,6 +187,8 @@ class Search:
                     for one in (search, *search._shared.values()):
                         one._pipelines.pop((workers, sorts, microbatches), None)
                 raise
+            if more:
+                self._thorough.add(key)
         return self._partitions[key]
 
     def pipelines(self, num_workers: int, slow: tuple[int, ...], num_microbatches: int) -> Pipelines:
