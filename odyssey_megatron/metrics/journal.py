@@ -146,7 +146,7 @@ class NoEvent(ValueError):
 
 
 def read_journal(
-    run_dir: str | Path, left_out: Callable[[str], None] = lambda said: None
+    run_dir: str | Path, left_out: Callable[[str], None] = lambda said: None, *, only: str = ""
 ) -> Iterator[dict[str, Any]]:
     """Return all events of a folder: those of one process in its order, otherwise in order of ``wall_s``.
 
@@ -155,6 +155,7 @@ def read_journal(
 
     Args:
         left_out: Is told of lines that are not events, one sentence for each file that has some.
+        only: The name of the events that are returned, so that lines without it need no parsing; empty: all.
 
     Raises:
         ConfigError: A file cannot be read, or was written by a newer, incompatible version.
@@ -170,6 +171,8 @@ def read_journal(
         latest_s = 0.0
         bad: list[tuple[int, NoEvent]] = []
         for number, row in enumerate(rows, 1):
+            if only.encode() not in row:
+                continue
             try:
                 event = event_of(row)
             except NoEvent as error:
@@ -177,7 +180,7 @@ def read_journal(
                 continue
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: {error}.") from error
-            if event is not None:
+            if event is not None and only in ("", event["event"]):
                 latest_s = max(latest_s, event["wall_s"])  # the clock may have been set back
                 events.append((latest_s, event))
         if bad:

@@ -60,7 +60,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "replaced": ("slow_ranks", "cost_s"),
     "set_aside": ("slow_ranks", "cost_s"),
     "measured": ("factors", "costs"),
-    "expert_loads": ("loads",),
+    "expert_loads": ("loads", "experts"),
     "asked": ("signal", "how"),
     "job_finished": ("verdict", "exit_code"),
     # -- ranks
@@ -118,7 +118,7 @@ them has died of (``cell``: another rank of its cell has).
 - ``measured``, now and then: ``factors`` are [worker, how many times as long its work takes as elsewhere],
   ``costs`` are [first layer, the layer behind the last one, kind of work, seconds on a healthy worker].
 - ``expert_loads``: [number of ranks of a gang, tokens of its busiest rank], relative to the mean of a whole gang's
-  ranks, as a mean over layers.
+  ranks, as a mean over layers. ``experts``: those of a layer that each rank of a whole gang has.
 - ``slowed``: the compute of this rank takes ``slow`` times its time from here on, as was asked for.
   ``link_slowed``: messages from this rank to rank ``receiver`` do.
 - ``generation_started``: ``agreed_s`` is the ``t_s`` when all members had said how far they were, which is
@@ -205,6 +205,7 @@ class JournalLine(_Line, total=False):
     whole: _Id
     factors: tuple[tuple[_Id, _Seconds], ...]
     loads: tuple[tuple[_Id, _Seconds], ...]
+    experts: _Id
     costs: tuple[tuple[_Id, _Id, str, _Seconds], ...]
     verdict: str
     exit_code: int

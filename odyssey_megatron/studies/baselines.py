@@ -42,6 +42,8 @@ class World:
     """0: not known."""
     start_s: float = START_S
     """Time that the processes of a cell take to start, until they can join the job."""
+    expert_loads: tuple[tuple[int, float], ...] = ()
+    """``WorkerState.expert_loads``."""
 
     @property
     def is_in_cells(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import ClusterState, initial_state, without
+from odyssey_megatron.cluster.state import ClusterState, initial_state, with_expert_loads, without
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
@@ -115,7 +115,7 @@ class Odyssey(System):
 
 def cluster(world: World, now: CellsChange | None = None) -> ClusterState:
     """Return the cluster with the cells that are there ``now``; without it, with all. All are on one node."""
-    state = _whole_cluster(world.job, len(world.workers))
+    state = with_expert_loads(_whole_cluster(world.job, len(world.workers)), dict(world.expert_loads))
     if now is None:
         return state
     there = set(now.alive)

@@ -15,9 +15,10 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.policy.costs.profile import Profile, load_profile
 from odyssey_megatron.studies import launch_line
+from odyssey_megatron.studies.busy_experts import with_measured_loads
 from odyssey_megatron.studies.fitting import fitted
 from odyssey_megatron.studies.launch_line import LaunchLine
-from odyssey_megatron.studies.presets import ACCELERATORS, EFFICIENCY, LINK_EFFICIENCY, MODELS, named
+from odyssey_megatron.studies.presets import ACCELERATORS, EFFICIENCY, GIB, LINK_EFFICIENCY, MODELS, named
 from odyssey_megatron.studies.trace import gpus_at
 
 MAX_GPUS = 16_384
@@ -26,6 +27,7 @@ MAX_VISITS = 262_144
 """The most microbatches of a step times stages. To put them in order takes about a minute on one core."""
 _SIZE = Between(1, MAX_GPUS, whole=True)
 _MICROBATCHES = Between(1, MAX_VISITS, whole=True)
+_MEMORY_GIB = Between(0.001, 1e6)
 _MODEL = "llama2-7b"
 _CLUSTER = "4x8"
 _OF_NAMED = {"attention_dropout": 0, "hidden_dropout": 0}
@@ -90,6 +92,13 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         "--accelerator", default="h100", help=f"one of {', '.join(ACCELERATORS)} (default: h100)"
     )
     parser.add_argument(
+        "--gpu-memory-gib",
+        type=_MEMORY_GIB,
+        metavar="GIB",
+        help="memory of a GPU, of which plans may use all but --odyssey-memory-headroom-percent (default: the "
+        "--accelerator's; with --profile or --fit what the runs' plans might use)",
+    )
+    parser.add_argument(
         "--profile",
         default="",
         help="a run's folder, or its profile.json: what that model has cost, in place of costs that are estimated",
@@ -101,7 +110,8 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run's folder, or its profile.json, of any model on such GPUs: what it has measured says which FLOPs "
         "they achieve, and what links and memory they have, in place of --accelerator. May be repeated: layers of two "
-        "sizes show what one takes whatever its size",
+        "sizes show what one takes whatever its size. Of these and --profile, the last run with as many experts in "
+        "gangs as large says how unevenly they are loaded",
     )
     for name, metavar in zip(_SIZES, ("PP", "TP", "CP", "EP"), strict=True):
         usual = "4" if name == "pipeline" else "1"
@@ -141,6 +151,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     dp = nodes * gpus // (pp * cell.size)
     num_microbatches = _num_microbatches(line, options.num_microbatches, dp, cell.lanes)
     name, profile, known = _costs(line, options, cell)
+    profile, of_memory = _with_memory(profile, options.gpu_memory_gib, line.config.memory_headroom_percent)
     kept = line.kept
     job = JobSpec(
         num_layers=len(profile.costs.layers),
@@ -168,14 +179,16 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     )
     job.check(nodes * gpus)
     costs = profile.costs.with_stretches(*job.stretches)
+    state = initial_state(nodes=tuple(rank // gpus for rank in range(nodes * gpus)), **job.cells)
+    state, of_experts = with_measured_loads(state, [*options.fit, *filter(None, [options.profile])])
     return Scenario(
         name=name,
         job=job,
-        state=initial_state(nodes=tuple(rank // gpus for rank in range(nodes * gpus)), **job.cells),
+        state=state,
         profile=replace(profile, costs=replace(costs, keeps_messages=line.config.resumes_steps)),
         config=line.config,
         gpus_per_node=gpus,
-        notes=(*line.notes, *known),
+        notes=(*line.notes, *known, *of_memory, *of_experts),
     )
 
 
@@ -190,6 +203,17 @@ def _costs(line: LaunchLine, options: argparse.Namespace, cell: Cell) -> tuple[s
     found = fitted(options.fit)
     notes = (str(found), found.far(estimate))
     return f"{line.name}, as {', '.join(options.fit)}", found.profile(estimate), tuple(filter(None, notes))
+
+
+def _with_memory(
+    profile: Profile, memory_gib: float | None, headroom_percent: int
+) -> tuple[Profile, tuple[str, ...]]:
+    """Return ``profile`` for GPUs with ``memory_gib``, if that is given, and a sentence on it."""
+    if memory_gib is None:
+        return profile, ()
+    usable = int(memory_gib * GIB) * (100 - headroom_percent) // 100
+    said = f"plans may use {usable / GIB:.4g} of the {memory_gib:g} GiB of a GPU (--odyssey-memory-headroom-percent)"
+    return replace(profile, costs=replace(profile.costs, memory_bytes=usable)), (said,)
 
 
 def _of_profile(line: LaunchLine, profile: Profile, path: str) -> Iterator[str]:

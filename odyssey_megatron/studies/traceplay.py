@@ -113,6 +113,7 @@ def main_simulate(argv: Sequence[str]) -> int:
         mtbf_s=0.0,
         gpus_per_node=scenario.gpus_per_node,
         start_s=options.start_s,
+        expert_loads=scenario.state.workers[0].expert_loads,
     )
     traces, found = _traces(options, world), systems(scenario)
     try:

@@ -273,6 +273,12 @@ def test_lost_layers_are_said(capsys, tmp_path):
         (["--model", "llama3-70b", "--cluster", "1x4"], "does not fit"),
         (["--odyssey-memory-headroom-percent", "90"], "needs .* GiB .* and 8.0 GiB may be used"),
         (["--profile", "missing.json"], "missing.json"),
+        (
+            ["--gpu-memory-gib", "0"],
+            "--gpu-memory-gib: a number from 0.001 to 1,000,000 is expected, found 0",
+        ),
+        (["--gpu-memory-gib", "80GB"], "a number from 0.001 to 1,000,000 is expected, found '80GB'"),
+        (["--cluster", "1x4", "--gpu-memory-gib", "20"], "needs .* GiB .* and 18.0 GiB may be used"),
     ],
 )
 def test_bad_input_is_explained(flags, message):
@@ -301,6 +307,26 @@ def test_a_distributed_optimizer_makes_room(capsys):
         main_plan(flags)
     assert main_plan([*flags, "--use-distributed-optimizer"]) == 0
     assert "\n* " in capsys.readouterr().out
+
+
+def test_the_memory_of_a_gpu_may_be_given(capsys, tmp_path):
+    """It stands for the accelerator's and a run's alike, and the job's headroom of it stays free."""
+    flags = "--cluster 1x8 --model llama2-7b --pipeline-model-parallel-size 8 --width 0 --json".split()
+
+    def fullest(*more):
+        assert main_plan([*flags, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return max(size for _, size in found["before"]["peak_bytes"]), found["notes"]
+
+    usual, _ = fullest()
+    assert fullest("--gpu-memory-gib", "80")[0] == usual, "as much as an H100 has"
+    less, notes = fullest("--gpu-memory-gib", "26", "--odyssey-memory-headroom-percent", "20")
+    assert less <= 26 * 0.8 * 2**30 < usual
+    assert "plans may use 20.8 of the 26 GiB of a GPU (--odyssey-memory-headroom-percent)" in notes
+    preset_profile("llama2-7b", "h100").save(tmp_path / "profile.json")
+    profile = "--profile", str(tmp_path)
+    assert fullest(*profile)[0] == usual
+    assert fullest(*profile, "--gpu-memory-gib", "26", "--odyssey-memory-headroom-percent", "20")[0] == less
 
 
 PUBLISHED = {"mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.5, "deepseek-v3": 671}

@@ -234,7 +234,11 @@ class Rebalancing:
             size in before and abs(load / before[size] - 1) < _ANOTHER_LOAD for size, load in loads.items()
         ):
             return state
-        self._journal.event("expert_loads", loads=[[size, round(load, 3)] for size, load in loads.items()])
+        self._journal.event(
+            "expert_loads",
+            loads=[[size, round(load, 3)] for size, load in loads.items()],
+            experts=state.workers[0].experts,
+        )
         (whole, busiest), *smaller = sorted(loads.items(), reverse=True)
         if busiest >= LEAST_SLOWNESS:
             of_others = "".join(f", {load:.2f} times in one of {size} ranks" for size, load in smaller)
