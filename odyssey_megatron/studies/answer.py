@@ -58,6 +58,12 @@ class WhatIf:
         """The plan with which the job would go on; the one before, if it would end."""
         return self.decision.plan if self.decision else self.before
 
+    @property
+    def lasting(self) -> tuple[Plan, ClusterState]:
+        """The plan and the cluster that last until the next loss: with what is left of broken cells, if that trains."""
+        plan = self.smaller.plan if self.smaller else None
+        return (plan, self.smaller.state) if self.smaller and plan else (self.plan, self.state)
+
     def sizes(self, plan: Plan) -> Mapping[int, int]:
         """Return worker -> its number of GPUs, of those that go on in ``plan`` though they have lost some."""
         return self.smaller.sizes if self.smaller and plan is self.smaller.plan else NO_SHAPES
@@ -96,9 +102,15 @@ class WhatIf:
             whys.append("the loss of any one node is survived, too")
         if whys:
             found.append((f"--odyssey-layout {'auto' if faster else 'spread'}", "; ".join(whys)))
+        after, _ = self.lasting
         if config.redundancy == "off" and (single := alone(self.before.layout)):
-            names = names_of(single, self.before)
-            found.append(("--odyssey-redundancy state", f"without a second holder: {names}"))
+            why = f"without a second holder: {names_of(single, self.before)}"
+            # Either flag is enough, and this one costs memory.
+            why += "; not needed with --odyssey-layout auto" if faster and not alone(self.best.layout) else ""
+            found.append(("--odyssey-redundancy state", why))
+        elif config.redundancy == "off" and (single := alone(after.layout)):
+            names = names_of(single, after)
+            found.append(("--odyssey-redundancy state", f"without a second holder after this loss: {names}"))
         return found
 
 

@@ -171,17 +171,18 @@ LOSS_COLUMNS = ("the next loss", "with", "then", "step", "throughput")
 def loss_rows(answer: WhatIf) -> list[tuple[str, ...]]:
     """Return the table of next losses, the worst first; losses with the same outcome share a row."""
     rows: dict[tuple[str, ...], list[NextLoss]] = {}
+    plan, _ = answer.lasting
     for one in answer.losses:
         ends: tuple[str, ...] = ("the job ends", "–", "–")
         if one.step_s is not None:
-            ends = (one.policy, f"{one.step_s * 1e3:.1f} ms", f"{answer.plan.step_s / one.step_s:.1%}")
+            ends = (one.policy, f"{one.step_s * 1e3:.1f} ms", f"{plan.step_s / one.step_s:.1%}")
         rows.setdefault(ends, []).append(one)
     found: list[tuple[str, ...]] = []
     for ends, alike in rows.items():
         workers = [worker for one in alike for worker in one.workers]
         layers = {layer for one in alike for span in one.spans for layer in range(*span)}
         who = f"worker {workers[0]}" if len(workers) == 1 else f"any of {len(workers)} workers"
-        found.append((who, names_of(sorted(layers), answer.plan), *ends))
+        found.append((who, names_of(sorted(layers), plan), *ends))
     return found
 
 
@@ -195,13 +196,14 @@ def _losses_text(answer: WhatIf) -> list[str]:
 
 def nodes_text(answer: WhatIf) -> str:
     """Return a line on what the loss of a whole node would do."""
-    fatal = on_one_node(answer.plan.layout, answer.state.nodes)
-    if len({*answer.state.nodes.values()}) == 1:
+    plan, state = answer.lasting
+    fatal = on_one_node(plan.layout, state.nodes)
+    if len({*state.nodes.values()}) == 1:
         return "a whole node: there is only one"
     if not fatal:
         return "a whole node: no layer has all its holders on one"
     node, layers = min(fatal.items())
-    names = names_of(layers, answer.plan)
+    names = names_of(layers, plan)
     return (
         f"a whole node: {len(fatal)} of them cannot be lost, since all holders of a layer are there (node {node}: "
         f"{names})"

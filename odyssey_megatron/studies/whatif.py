@@ -163,7 +163,7 @@ def answered(
             if killed and job.cell_size > 1:
                 smaller = left_of(replace(scenario, job=job), state, killed, decision.plan, start.plan)
     plan = decision.plan if decision else start.plan
-    return WhatIf(
+    answer = WhatIf(
         scenario=scenario,
         state=state,
         struck=struck,
@@ -174,11 +174,15 @@ def answered(
         both=both,
         smaller=smaller,
         decide_s=decide_s,
-        losses=[] if ends else next_losses(job, state, plan, profile, config, say),
+        losses=[],
         leaner=_leaner(plan, job, state, profile),
         ends=ends,
         exit_code=exit_code,
     )
+    if ends:
+        return answer
+    lasting, then = answer.lasting
+    return replace(answer, losses=next_losses(job, then, lasting, profile, config, say))
 
 
 def _leaner(

@@ -74,9 +74,12 @@ def test_what_is_left_of_cells_goes_on(capsys, tmp_path):
     after, with_it = (from_json(Plan, json.dumps(one)) for one in (got["after"], got["smaller"]["plan"]))
     verify(with_it.layout, with_it.schedule)
     assert 0 in set(with_it.layout.workers) - set(after.layout.workers)
+    # The next loss hits the job with the smaller cell, and not the one that trains until it is there.
+    assert sorted(worker for one in got["next_losses"] for worker in one["workers"]) == [0, 1, 2, 3]
     assert main_plan([*flags, "--width", "0"]) == 0
     text, gain = capsys.readouterr().out, after.step_s / with_it.step_s - 1
     assert f"goes on (worker 0 with 7 of 8 GPUs), {gain:+.1%} throughput" in text
+    assert "--odyssey-redundancy state   without a second holder after this loss: all layers" in text
     assert re.search(rf"^then: replan, step {with_it.step_s * 1e3:.1f} ms", text, re.MULTILINE)
     page = tmp_path / "plan.html"
     assert main_plan([*flags, "--width", "0", "--html", str(page)]) == 0
@@ -187,6 +190,16 @@ def test_the_next_loss_is_said(capsys):
     text = capsys.readouterr().out
     assert "the job ends" not in text
     assert "--odyssey-redundancy" not in text
+
+
+def test_of_two_flags_that_do_the_same_the_dear_one_is_said_not_to_be_needed(capsys):
+    sizes = "--tensor-model-parallel-size 16 --pipeline-model-parallel-size 2"
+    flags = f"--cluster 4x8 --model llama2-7b {sizes} --width 0".split()
+    assert main_plan(flags) == 0
+    single = "--odyssey-redundancy state   without a second holder: all layers"
+    assert f"{single}; not needed with --odyssey-layout auto" in capsys.readouterr().out
+    assert main_plan([*flags, "--odyssey-layout", "auto"]) == 0
+    assert "--odyssey-redundancy" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("slices", ["", " --use-distributed-optimizer"])
