@@ -11,7 +11,7 @@ from typing import Any
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.faults import INJECTION_POINTS, Fault, Slowdown, SlowLink, parse_injections
-from odyssey_megatron.inputs import Between, Parser
+from odyssey_megatron.inputs import Between, Parser, nearest
 
 MODES = ("off", "observe", "recover")
 LAYOUTS = ("megatron", "spread", "auto")
@@ -428,9 +428,10 @@ def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
     namespace, rest = parser.parse_known_args(list(argv))
     unknown = [one for one in rest if one.startswith("--odyssey-")]
     if unknown:
+        known = [flag_of(one) for one in fields(OdysseyConfig)]
+        meant = nearest(unknown[0].partition("=")[0], known)
         raise ConfigError(
-            f"unknown flag {unknown[0]}; known: "
-            + ", ".join(flag_of(one) for one in fields(OdysseyConfig))
-            + "."
+            f"unknown flag {unknown[0]}; "
+            + (f"is {meant} meant?" if meant else f"known: {', '.join(known)}.")
         )
     return config_from(namespace)

@@ -7,14 +7,21 @@ finds it in ``Annotated``, and both refuse a value outside of it with the same w
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from odyssey_megatron.errors import ConfigError
+
+
+def nearest(flag: str, known: Iterable[str]) -> str:
+    """Return the flag of ``known`` that ``flag`` may be a misspelling of; empty: none is alike."""
+    return next(iter(difflib.get_close_matches(flag, list(known), n=1, cutoff=0.85)), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,8 @@ def test_settings_are_found_among_another_program_s_flags(monkeypatch):
     ("argv", "message"),
     [
         (["--odyssey-policy", "pray"], "'pray' is unknown; use one of auto, reroute, replan"),
-        (["--odyssey-polcy", "auto"], "unknown flag --odyssey-polcy; known: --odyssey, --odyssey-policy"),
+        (["--odyssey-polcy", "auto"], "unknown flag --odyssey-polcy; is --odyssey-policy meant?"),
+        (["--odyssey-colour", "red"], "unknown flag --odyssey-colour; known: --odyssey, --odyssey-policy"),
         (["--odyssey-hang-s", "soon"], "--odyssey-hang-s"),
         (
             ["--odyssey-hang-s", "-1"],

@@ -12,6 +12,7 @@ from odyssey_megatron import patch
 from odyssey_megatron.config import OdysseyConfig, config_from_argv, flag_of
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Job
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.inputs import nearest
 from odyssey_megatron.upstream import refusals, smaller
 
 _SETTINGS = frozenset(flag_of(one) for one in fields(OdysseyConfig))
@@ -95,9 +96,11 @@ def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
     yield from _smaller_cells(args, job.config)
     for flag in strange:
         if not flag.startswith("--odyssey"):
+            meant = nearest(flag, known_to(version))
             yield _row(
                 flag, WARNING, f"not among the flags of Megatron-LM {version or ''} that were recorded",
-                "Nothing, if the script adds it. If Megatron-LM does, a job is refused that has not "
+                f"{f'Is {meant} meant? ' if meant else ''}Nothing, if the script adds it. If Megatron-LM does, a "
+                "job is refused that has not "
                 f"--odyssey-accept {flag.removeprefix('--')}.",
             )  # fmt: skip
 

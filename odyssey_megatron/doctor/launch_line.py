@@ -17,7 +17,7 @@ from odyssey_megatron import codec
 from odyssey_megatron.doctor.flags import BARE, known_to, looked_at, settings
 from odyssey_megatron.doctor.launch_script import LaunchCommand, launch_line
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.inputs import read_text
+from odyssey_megatron.inputs import nearest, read_text
 from odyssey_megatron.upstream import refusals
 from odyssey_megatron.upstream.refused import TRIED
 
@@ -67,7 +67,9 @@ class LineVerdict:
         if self.starts:
             lines += [f"  {flag}: {what}" for flag, what in self.cautions.items()]
         if self.unknown:
-            lines.append(f"  not Megatron-LM's, so of the script's own: {' '.join(self.unknown)}")
+            lines.append(
+                f"  not Megatron-LM's, so of the script's own: {' '.join(map(_asked, self.unknown))}"
+            )
         if self.unread:
             lines.append(
                 f"  not looked at, as only running it would tell what they stand for: {' '.join(self.unread)}. If "
@@ -118,6 +120,12 @@ def judged(
         choices=tuple(choices_told(choices)),
         script="" if name in TRIED else name,
     )
+
+
+def _asked(flag: str) -> str:
+    """A misspelled flag ends a job when Megatron reads its arguments, which may be hours after it was queued."""
+    meant = nearest(flag, known_to(None))
+    return f"{flag} (is {meant} meant?)" if meant else flag
 
 
 def unread(flags: Sequence[str]) -> list[str]:

@@ -122,8 +122,9 @@ def _since(version: str, *given: _Given) -> Iterator[Row]:
 _16 = _since(
     "core_v0.16.1",
     ("fp8_recipe",
-     "Delayed scaling goes by a history of what each rank has seen, which Transformer Engine keeps in each module "
-     "(extra_state). That history would have to move with its layer, and holders would have to agree on it.",
+     "Delayed scaling, which --fp8-format has without this flag, goes by a history of what each rank has seen, which "
+     "Transformer Engine keeps in each module (extra_state). That history would have to move with its layer, and "
+     "holders would have to agree on it.",
      "Use tensorwise, blockwise or mxfp8.",
      lambda value, args: getattr(args, "fp8", None) is not None and value not in STATELESS),
     ("fp8_quantizer_factory", "Odyssey cannot see whether a custom function keeps state from step to step.",

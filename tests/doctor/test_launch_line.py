@@ -318,6 +318,12 @@ def test_a_case_starts_with_a_line_or_is_refused(tmp_path, capsys):
     assert list(said["refused"]) == ["--overlap-grad-reduce"]
 
 
+def test_misspelled_flags_are_asked_about():
+    """Megatron's parser ends the job at them."""
+    told = judged(["--num-layer", "4", "--of-nobody", "3"]).told("a job")
+    assert "so of the script's own: --num-layer (is --num-layers meant?) --of-nobody" in told
+
+
 def test_the_benchmark_counts_what_the_doctor_says():
     found = counted(CASES, "0.16.1")
     assert (found["cases"], found["start"], found["with no flag ignored"]) == (7, 4, 3)
