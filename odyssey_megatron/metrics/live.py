@@ -90,6 +90,8 @@ class Live:
     """Number of steps committed in all."""
     step_s: float | None = None
     """Median time of the newest steps."""
+    policy: str = ""
+    """That of the plan in force; "" if it is not known."""
     planned_step_s: float | None = None
     """Step time that the decision expected of the plan in force."""
     tokens_per_s: float | None = None
@@ -146,6 +148,7 @@ def live(name: str, events: Sequence[JournalEvent]) -> Live:
         steps=steps[-_SHOWN_STEPS:],
         committed=len(steps),
         step_s=step_s,
+        policy=next((one.policy for one in decided if one.generation == now.generation), ""),
         planned_step_s=_planned_s(decided, now.generation),
         tokens_per_s=sum(tokens) / len(tokens) / step_s if tokens and step_s else None,
         goodput=goodput(events, steps, recovered, switched),

@@ -51,7 +51,6 @@ def _head(state: Live, now_s: float) -> list[str]:
     )
     last = state.steps[-1] if state.steps else None
     nothing = "its steps are in its output (--odyssey observe)" if state.observes else "no step yet"
-    plan = state.decision.policy if state.decision else ""
     numbers = [
         f"step {last.step:,} (iteration {last.step + 1:,})" if last else nothing,
         f"loss {last.loss:.6g}" if last else "",
@@ -63,7 +62,7 @@ def _head(state: Live, now_s: float) -> list[str]:
     return [
         printable(f"odyssey {state.name} · {over}{silent}"),
         " · ".join(one for one in numbers if one),
-        f"{state.living} of {state.world_size} ranks live · generation {here.generation} {plan} · "
+        f"{state.living} of {state.world_size} ranks live · generation {here.generation} {state.policy} · "
         f"{_count(here.survives, 'more worker')} and {_count(here.survives_nodes, 'more node')} can be lost at once",
     ]
 

@@ -16,6 +16,7 @@ from odyssey_megatron.metrics.standing import standing
 from odyssey_megatron.metrics.suspects import suspects
 from odyssey_megatron.metrics.timeline import last_job
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.watch.screen import frame
 
 from .synthetic_run import SAVE_S, SLOW, SLOWER_S, STEP_S, STEPS
 
@@ -124,6 +125,8 @@ def test_a_plan_that_is_only_offered_is_not_in_force(runs):
     assert offered.status == "trains"
     switched = until(events, "switched")
     assert switched.standing.generation == 3
+    for state, plan in ((offered, "generation 2 reroute"), (switched, "generation 3 fill")):
+        assert f" · {plan} · " in frame(state, now_s=0.0, width=120, colours=False)
 
 
 def test_who_is_slow_now_with_the_evidence(runs):

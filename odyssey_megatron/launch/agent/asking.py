@@ -102,7 +102,7 @@ class Asking:
             self._asked = Ask.LEAVE if how == "leave" else Ask.END
         what = "this node leaves the job" if self._asked == Ask.LEAVE else "the job ends"
         second = "lets it do so" if self._asked == Ask.LEAVE and not self._hosts else "ends the job"
-        say(f"[odyssey] {number.name}: {what} behind the step at hand. A second signal {second} at once.")
+        say(f"[odyssey] {number.name}: {what} after the step at hand. A second signal {second} at once.")
         ranks.ask(self._asked)
         if self._asked == Ask.END:
             control.put(keys.END, "")  # the ranks of this node may only be standing by, and not listen
