@@ -38,12 +38,17 @@ class Job:
         return self.process.pid
 
     def wait(self, timeout_s: float) -> int:
-        """The exit code. A job that does not end is killed, and fails the test with its log."""
+        """The exit code. A job that does not end is killed, and fails the test with its log. So is one whose test is
+        given up meanwhile: it would go on beside the next ones.
+        """
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.log()}") from None
+        except BaseException:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """SIGKILL to the agent; its ranks die with it."""

@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
 from odyssey_megatron.launch.process.zygote import Zygote, prepare_environment
-from tests.launch.jobserver import CHECKOUT, wait_for
+from tests.launch.jobserver import CHECKOUT, Job, wait_for
 from tests.launch.test_survival import is_running
 
 
@@ -173,3 +175,20 @@ def test_what_torch_would_do_of_a_lost_peer_by_itself_is_off_unless_asked_for():
     prepare_environment(env)
     assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == env["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
     assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_a_test_that_is_given_up_leaves_no_job_behind(zygote, tmp_path):
+    """As by a timeout, which pytest-timeout raises wherever the test is."""
+    process, out = run(zygote, tmp_path, "import time; time.sleep(60)")
+    test = threading.get_ident()
+
+    def give_up():
+        wait_for(lambda: sys._current_frames()[test].f_code is Zygote._read.__code__, 20, "it waits")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=give_up)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        Job(process, out).wait(50)
+    thread.join()
+    assert process.wait(20) == -signal.SIGKILL
