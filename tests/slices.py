@@ -37,11 +37,8 @@ DRAWS: tuple[tuple[str, ...], ...] = (
         "tests/surroundings/test_hosts.py",
     ),
     ("tests/launch/test_nodes.py", "tests/launch/test_survival.py", "tests/surroundings/test_signals.py"),
-    *3 * (("tests/mcore/test_parts.py",),),
-    *3 * (("tests/mcore/test_host_waits.py",),),
-    *2 * (("tests/mcore/test_slots.py",),),
     *2 * (("tests/te/test_modules.py",),),
-    *2 * (("tests/policy/test_heavier.py",),),
+    ("tests/policy/test_exact_layouts.py", "tests/policy/test_heavier.py"),
     (
         "tests/strict/test_cells.py::test_a_smaller_cell_becomes_whole_again",
         "tests/strict/test_cells.py::test_a_smaller_cell_keeps_slices",
@@ -74,8 +71,7 @@ BY_HAND = (
     f"{E2E}leaks.py",  # compare times or what is left over, on a machine that does nothing else
     f"{E2E}slow.py",
     f"{E2E}soak.py",
-    "tests/policy/test_exact_layouts.py",  # take hours
-    "tests/strict/test_cells.py::test_all_random_gangs",
+    "tests/strict/test_cells.py::test_all_random_gangs",  # take hours
     "tests/strict/test_cells.py::test_gangs_killed_as_plans_change",
     "tests/strict/test_cells.py::test_killed_",
     "tests/strict/test_jobs.py::test_all_",

@@ -48,6 +48,14 @@ def test_a_long_test_that_is_forgotten_is_an_error():
         drawn("x", [*NAMES, "tests/test_new.py::test"])
 
 
+def test_what_starts_no_processes_is_drawn_only_if_it_takes_long(checkout):
+    """Others run each time: a test that is drawn now and then may fail for weeks before anybody hears of it."""
+    pure = [checkout / "tests" / name for name in ("plan", "policy", "diagnosis", "studies", "metrics")]
+    files = [one for folder in pure for one in folder.glob("test_*.py")]
+    marked = {one.name for one in files if "mark.matrix" in one.read_text()}
+    assert marked == {"test_exact_layouts.py", "test_heavier.py"}
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *BY_HAND])
 def test_they_are_marked(checkout, family):
     """Else CI would draw nothing of a file that has been renamed, or whose tests are short by now."""

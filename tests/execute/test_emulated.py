@@ -180,7 +180,6 @@ def test_weights_come_beside_the_next_forwards_as_simulated(emulating, tmp_path)
     assert modelled_s == pytest.approx([expected_s] * 3, rel=1e-6)
 
 
-@pytest.mark.matrix
 def test_half_a_cell_takes_twice_as_long(emulating, tmp_path):
     """Of two cells of two ranks one has lost a rank for good: the other one is left, with fewer microbatches."""
     from odyssey_megatron.codec import from_jsonable

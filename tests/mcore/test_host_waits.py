@@ -42,7 +42,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, li
     return {name: waits for name, *waits in map(json.loads, lines)}
 
 
-@pytest.mark.matrix
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_for_its_device_at_the_agreement_alone(found, case):
     _, megatrons = CASES[case]

@@ -165,7 +165,7 @@ def test_fewer_context_ranks_may_go_on_where_layers_are_kept_whole(megatron):
     assert smaller.kept_whole(config)[:2] == ("", "")
 
 
-@pytest.mark.matrix
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_several_ranks_are_one(passed, case):
     assert f"{case}: ok" in passed.splitlines()

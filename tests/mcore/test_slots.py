@@ -44,7 +44,7 @@ def passed(request: pytest.FixtureRequest, tmp_path_factory: Any) -> str:
     return printed("tests.mcore.gang", tmp_path_factory.mktemp("gangs"), asked(request, CASES))
 
 
-@pytest.mark.matrix
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
 def test_experts_that_ranks_do_not_divide(passed, case):
     assert f"{case}: ok" in passed.splitlines()
