@@ -25,6 +25,13 @@ def running(tmp_path, jobs):
     return [pid for job in jobs for pid in tree(job.pid)]
 
 
+def lose(tmp_path, *ranks):
+    """All at once: stopped first, so that none gives its layers away in a generation without the first."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for rank in ranks:
+            os.kill(pid_of(tmp_path / "run", rank), number)
+
+
 def assert_all_end(jobs, pids, began_s, *, code=EXIT_LAYERS_LOST):
     left = LEASE_S + 5.0
     wait_for(lambda: not any(map(is_running, pids)), left + 20, "agents and ranks end")
@@ -71,8 +78,7 @@ def test_on_two_nodes(server, tmp_path, lost, flags):
     if lost == "the other node":
         jobs[1].kill()
         return assert_all_end(jobs[:1], pids, began_s)
-    for rank in {"ranks 0 and 1": (0, 1), "ranks 2 and 3": (2, 3)}[lost]:
-        os.kill(pid_of(tmp_path / "run", rank), signal.SIGKILL)
+    lose(tmp_path, *{"ranks 0 and 1": (0, 1), "ranks 2 and 3": (2, 3)}[lost])
     assert_all_end(jobs, pids, began_s)
 
 
@@ -85,8 +91,7 @@ def test_while_the_other_node_is_frozen(server, tmp_path):
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
     began_s = time.monotonic()
-    for rank in (0, 1):
-        os.kill(pid_of(tmp_path / "run", rank), signal.SIGKILL)
+    lose(tmp_path, 0, 1)
     assert_all_end(jobs[:1], first, began_s)
     began_s = time.monotonic()
     for pid in frozen:
