@@ -21,7 +21,8 @@ DRAWS: tuple[tuple[str, ...], ...] = (
     (f"{E2E}expert_parallel.py",),
     (f"{E2E}tensor_parallel.py",),
     (f"{E2E}megatron.py",),
-    (f"{E2E}apart.py", f"{E2E}corruption.py", f"{E2E}out_of_memory.py", f"{E2E}visits.py"),
+    (f"{E2E}visits.py",),
+    (f"{E2E}apart.py", f"{E2E}corruption.py", f"{E2E}out_of_memory.py"),
     (f"{E2E}experts.py", f"{E2E}future.py", f"{E2E}tied.py"),
     (
         f"{E2E}shrinking.py",
