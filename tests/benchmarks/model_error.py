@@ -9,7 +9,8 @@ dear, every instruction up to 5 % longer or shorter than the last time, sums at 
 from an estimate that is wrong by a factor, for layers that are all alike, and has what the ranks measure and publish: a
 job that loses a worker before that fails.
 
-Each job loses workers by SIGKILL in mid-run, and the plan before, between and after is one row. ``predicted_s`` is what
+Each job loses workers by SIGKILL in mid-run, and the plan before, between and after is one row. Some have routes that
+visit workers more than once. ``predicted_s`` is what
 the decision said that the step will take; for the first plan, which is older than any measurement, the simulated time
 of its schedule at the costs measured by the job's end. ``modelled_s`` is what the accelerators and links took, by the
 deadlines that the messages carry: ``error`` is between these two. ``measured_s`` is the wall clock from commit to
@@ -50,7 +51,7 @@ from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.metrics.run import read_run
 from odyssey_megatron.plan.checking.simulate import simulate
 from odyssey_megatron.plan.costs import Costs, LayerCost
-from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.layout import Layout, Route
 from odyssey_megatron.plan.schedule import schedule_from_text
 from odyssey_megatron.policy.costs.profile import Profile
 from tests.benchmarks import emulated_jobs, policies
@@ -63,6 +64,7 @@ STEPS_A_PLAN = 6
 """The first of them is not measured: its ranks begin when they get there. What ranks have measured is known to the
 planner four steps after the start.
 """
+TURNING, INTERLEAVED = " turning", " interleaved"
 SECONDS_A_LAYER = 0.008
 """Forward of one of the 32 layers of ``policies.py``, whose unit is 1."""
 
@@ -83,6 +85,7 @@ class Case:
     memory: float | None = None
     """Of what 1F1B needs of a first stage, where state is four times an activation of its layer; None: it is free."""
     steps_a_plan: int = STEPS_A_PLAN
+    virtual_stages: int = 1
 
 
 AUTO: Any = {"layout": "auto", "steps_a_plan": 14}
@@ -104,6 +107,8 @@ CASES = (
     Case(workers=16, stages=8, microbatches=8, kills=(3,), memory=1.0, layers=14, **AUTO),
     Case(workers=8, stages=4, microbatches=8, kills=(2,), memory=1.1, layers=30, **AUTO),
     Case(workers=16, stages=8, microbatches=8, kills=(3,), memory=1.1, layers=30, **AUTO),
+    Case(workers=8, stages=2, microbatches=8, kills=(2,), memory=1.1, virtual_stages=2),
+    Case(workers=8, stages=4, microbatches=8, kills=(2,), memory=1.3, virtual_stages=2, among=("reroute",)),
 )
 
 
@@ -112,9 +117,11 @@ class Row:
     """One plan as it ran; medians over its steps but the first."""
 
     workers: int
+    is_whole: bool
+    """Whether nobody is dead."""
     plan: str
     routes: str
-    """How many, of how many workers each."""
+    """How many, of how many visits to workers each, and the ways that they take."""
     predicted_s: float
     modelled_s: float
     measured_s: float
@@ -165,6 +172,7 @@ def emulation_of(case: Case) -> tuple[Emulation, Truth]:
         num_microbatches=total,
         tokens_per_step=total,
         train_steps=case.steps_a_plan * (len(case.kills) + 1),
+        virtual_stages=case.virtual_stages,
     )
     costs = layer_costs(case.layers)
     if case.memory is not None:
@@ -200,13 +208,24 @@ def run_job(
     return used_s / wall_s / (os.cpu_count() or 1)
 
 
+def way_of(route: Route) -> str:
+    """How it visits workers more than once; "": it does not."""
+    workers = [hop.worker for hop in route.hops]
+    once = len({*workers})
+    if once == len(workers):
+        return ""
+    if workers == workers[::-1]:
+        return TURNING
+    return INTERLEAVED if workers == workers[:once] * (len(workers) // once) else " with visits again"
+
+
 def rows_of(folder: Path) -> Iterator[Row]:
     """One row a generation."""
     steps, learned, decisions = read_run(folder).steps, measured_costs(folder), events(folder, "decision")
     predicted_s = 0.0
     for decision in decisions:
         layout = from_jsonable(Layout, decision["layout"])
-        lengths = Counter(len(route.hops) for route in layout.routes)
+        lengths = Counter((len(route.hops), way_of(route)) for route in layout.routes)
         ran = [step for step in steps if step.generation == decision["generation"]][1:]
         chosen = [row["step_s"] for row in decision["candidates"] if row["chosen"]]
         if decision is decisions[0]:
@@ -217,8 +236,11 @@ def rows_of(folder: Path) -> Iterator[Row]:
             continue
         yield Row(
             workers=len(layout.workers),
+            is_whole=len(layout.workers) == len(from_jsonable(Layout, decisions[0]["layout"]).workers),
             plan=decision["policy"],
-            routes=", ".join(f"{n} of {hops}" for hops, n in sorted(lengths.items(), reverse=True)),
+            routes=", ".join(
+                f"{n} of {hops}{way}" for (hops, way), n in sorted(lengths.items(), reverse=True)
+            ),
             predicted_s=predicted_s,
             modelled_s=statistics.median(step.losses["modelled_s"] for step in ran),
             measured_s=statistics.median(taken(step.interval_s, f"step {step.step}") for step in ran),
@@ -323,6 +345,12 @@ def main() -> int:
     finally:
         server.close()
     errors = [row.error for row in rows]
+    visited_again = {
+        f"plans{way}, {'healthy' if is_whole else 'after a kill'}": sum(
+            way in row.routes and row.is_whole == is_whole for row in rows
+        )
+        for way, is_whole in ((TURNING, True), (TURNING, False), (INTERLEAVED, False))
+    }
     result = {
         "plans": [
             {
@@ -348,6 +376,7 @@ def main() -> int:
     }
     bars = [
         at_least("plans", len(rows), 4 if options.quick else 25),
+        *(at_least(name, n, 0 if options.quick else 1) for name, n in visited_again.items()),
         at_most("error (median)", statistics.median(errors), 0.03),
         at_most("error (worst)", max(errors), 0.08),
         at_most("cpu_share (worst; above 0.8 nothing here counts)", max(*cpu, *more), 0.8),
