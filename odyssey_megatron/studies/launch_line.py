@@ -26,6 +26,8 @@ from odyssey_megatron.upstream.chunks import chunks_of
 
 _SIZE = Between(1, 10**9, whole=True)
 _MOST_LAYERS = 1000
+_WORDS = 128_256
+"""Size of a vocabulary that is not known: Llama 3's."""
 _SIZES_OF_CELLS = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -112,6 +114,10 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     notes += [
         f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
     ]
+    if _is_presumed(line):
+        notes.append(
+            f"how many words the tokenizer has is not known, so that {_WORDS:,} are presumed: --vocab-size says it"
+        )
     if line.has("fp8"):
         notes.append("--fp8-format is not counted: products take what they take in bf16")
     elif not (line.has("bf16") or line.has("fp16")):
@@ -330,17 +336,18 @@ def _attention(line: _Line, hidden: int) -> AttentionShape:
     return AttentionShape.grouped(hidden, heads, groups, line.size("kv_channels", max(1, hidden // heads)))
 
 
+def _is_presumed(line: _Line) -> bool:
+    """Whether the size of the vocabulary is presumed, as only the tokenizer has it."""
+    has_tokenizer = line.has("tokenizer_type") or line.has("tokenizer_model")
+    return has_tokenizer and not (line.has("padded_vocab_size") or line.has("vocab_size"))
+
+
 def _vocab_size(line: _Line) -> int:
     """Return the padded size, which the embedding has. Raises ConfigError."""
     padded = line.maybe("padded_vocab_size")
     if padded is not None:
         return padded
-    size = line.maybe("vocab_size")
-    if size is None:
-        raise ConfigError(
-            "the launch line has no --vocab-size, since the tokenizer has it. Give it to this command, too, as in "
-            "--vocab-size 128256."
-        )
+    size = _WORDS if _is_presumed(line) else line.size("vocab_size")
     multiple = line.size("make_vocab_size_divisible_by", 128) * line.size("tensor_model_parallel_size", 1)
     return -(-size // multiple) * multiple
 

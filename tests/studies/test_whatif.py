@@ -149,8 +149,6 @@ def test_a_launch_script_is_planned_for(capsys, tmp_path):
     script = tmp_path / "train.sh"
     script.write_text(LAUNCH)
     asked = ["--cluster", "2x8", "--job", str(script), "--kill", "1:3", "--width", "0"]
-    with pytest.raises(ConfigError, match="no --vocab-size, since the tokenizer has it"):
-        main_plan(asked)
     # The script says nothing of dropout, which is 0.1 then, and a named model has none.
     none = "--attention-dropout 0 --hidden-dropout 0".split()
     assert main_plan([*asked, "--vocab-size", "128256", *none]) == 0
@@ -174,6 +172,14 @@ def test_a_launch_script_is_planned_for(capsys, tmp_path):
     # Without --cluster the GPUs are those of the script, where it says them.
     assert main_plan(["--job", str(script), "--vocab-size", "128256", "--width", "0"]) == 0
     assert "cluster 1x8" in capsys.readouterr().out
+    # Its tokenizer has as many words as is presumed, and its script does not say so.
+    assert main_plan([*asked, *none]) == 0
+    presumed = capsys.readouterr().out
+    assert "128,256 are presumed: --vocab-size says it" in presumed
+    presumed = [
+        one for one in re.sub(r"decided in .*", "", presumed).splitlines()[1:] if "presumed" not in one
+    ]
+    assert presumed == of_both[0]
     # What is given behind the script counts, and what a job would refuse is said.
     assert main_plan([*asked, "--vocab-size", "128256", "--num-layers", "16", "--use-torch-fsdp2"]) == 0
     assert "a job would refuse --use-torch-fsdp2" in capsys.readouterr().out
