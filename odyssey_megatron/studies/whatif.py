@@ -195,6 +195,8 @@ def _leaner(
         longest_s = found[0][1] * (1 + share) if found else 0.0
         one = scheduled("leaner", plan.layout, plan.transfers, state, profile, job=job, longest_s=longest_s)
         fullest = max(size for _, size in one.peak_bytes)
+        if found and one.step_s <= found[-1][1]:  # it was looked for longer, and is better in both
+            share, *_ = found.pop()
         if not found or fullest < found[-1][2]:
             found.append((share, one.step_s, fullest))
     return found

@@ -23,6 +23,8 @@ from odyssey_megatron.metrics.standing import DEAD, JOINS, SHADOW, TRAINS, WAITS
 _HEAT = (22, 58, 136, 172, 202, 196)
 """Background colours, of the 256 that terminals have, from as fast as others to half as fast and less."""
 _STATUS = {DEAD: 232, JOINS: 24, SHADOW: 60, WAITS: 236, TRAINS: 238}
+_SILENT_S, _SILENT_STEPS = 60.0, 5
+"""A running job says something at least so often, and in so many of its steps."""
 _STALLS, _CANDIDATES, _MARGINS = 6, 6, 6
 
 
@@ -43,12 +45,12 @@ def frame(state: Live, *, now_s: float, width: int = 100, colours: bool = True) 
 
 
 def _head(state: Live, now_s: float) -> list[str]:
-    over = f"ended: {state.verdict}" if state.is_over else state.status
-    silent = (
-        ""
-        if state.heard_s is None or state.is_over
-        else f" · last line {max(0.0, now_s - state.heard_s):.1f} s ago"
-    )
+    over, silent = f"ended: {state.verdict}" if state.is_over else state.status, ""
+    if state.heard_s is not None and not state.is_over:
+        silent_s = max(0.0, now_s - state.heard_s)
+        silent = f" · last line {silent_s:.1f} s ago"
+        if silent_s > max(_SILENT_S, _SILENT_STEPS * (state.step_s or 0.0)):
+            over += ", if it still runs"  # a journal that was cut off has no last word
     last = state.steps[-1] if state.steps else None
     nothing = "its steps are in its output (--odyssey observe)" if state.observes else "no step yet"
     numbers = [

@@ -46,6 +46,19 @@ def test_one_frame_has_all_there_is(runs, capsys, monkeypatch):
     assert "\x1b" not in text, "it is no terminal"
 
 
+def test_a_job_that_says_nothing_may_not_run_any_more(state):
+    """Whose launcher was killed, that has no last word."""
+    cut_off = replace(state, verdict=None)
+
+    def head(later_s):
+        return frame(cut_off, now_s=cut_off.heard_s + later_s, width=120, colours=False).splitlines()[0]
+
+    assert head(1.0).startswith("odyssey shot_at · trains · last line 1.0 s ago")
+    assert head(90.0).startswith("odyssey shot_at · trains, if it still runs · last line 90.0 s ago")
+    cut_off = replace(cut_off, step_s=30.0)
+    assert head(90.0).startswith("odyssey shot_at · trains · last line 90.0 s ago")
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_map_fits_and_colours_take_no_room(state, width):
     coloured = frame(state, now_s=0.0, width=width, colours=True).splitlines()
