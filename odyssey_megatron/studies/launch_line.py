@@ -28,6 +28,9 @@ _SIZE = Between(1, 10**9, whole=True)
 _MOST_LAYERS = 1000
 _WORDS = 128_256
 """Size of a vocabulary that is not known: Llama 3's."""
+_PRESUMED = (
+    f"how many words the tokenizer has is not known, so that {_WORDS:,} are presumed: --vocab-size says it"
+)
 _SIZES_OF_CELLS = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -114,10 +117,7 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     notes += [
         f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
     ]
-    if _is_presumed(line):
-        notes.append(
-            f"how many words the tokenizer has is not known, so that {_WORDS:,} are presumed: --vocab-size says it"
-        )
+    notes += [_PRESUMED] * _is_presumed(line)
     if line.has("fp8"):
         notes.append("--fp8-format is not counted: products take what they take in bf16")
     elif not (line.has("bf16") or line.has("fp16")):

@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -177,18 +176,22 @@ def test_what_torch_would_do_of_a_lost_peer_by_itself_is_off_unless_asked_for():
     assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
+class GivenUp(BaseException):
+    """What pytest-timeout raises wherever a test is."""
+
+
 def test_a_test_that_is_given_up_leaves_no_job_behind(zygote, tmp_path):
-    """As by a timeout, which pytest-timeout raises wherever the test is."""
+    def give_up(*_):
+        raise GivenUp
+
     process, out = run(zygote, tmp_path, "import time; time.sleep(60)")
-    test = threading.get_ident()
-
-    def give_up():
-        wait_for(lambda: sys._current_frames()[test].f_code is Zygote._read.__code__, 20, "it waits")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=give_up)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        Job(process, out).wait(50)
-    thread.join()
+    before = signal.signal(signal.SIGUSR1, give_up)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(GivenUp):
+            Job(process, out).wait(50)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
     assert process.wait(20) == -signal.SIGKILL
