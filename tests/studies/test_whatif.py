@@ -26,6 +26,17 @@ def test_shows_candidates_and_grids(capsys):
     assert "throughput after / before:" in text
 
 
+def test_orders_that_are_worse_in_both_are_not_offered_as_memory_for_speed(capsys):
+    """Of this layout an order that was looked for longer is faster than the first one, and needs less."""
+    flags = "--cluster 4x8 --model llama2-13b --pipeline-model-parallel-size 8 --kill 0:5 --json".split()
+    assert main_plan(flags) == 0
+    shares, steps_s, sizes = zip(*json.loads(capsys.readouterr().out)["leaner"], strict=True)
+    assert len(shares) > 2
+    assert shares[0] == 0
+    assert [*steps_s] == sorted(steps_s)
+    assert [*sizes] == sorted(sizes, reverse=True)
+
+
 def test_json_is_whole(capsys):
     assert main_plan(["--kill", "0:1", "--kill", "3:7", "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
