@@ -39,6 +39,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.placing.groups import group_members
+from odyssey_megatron.plan.placing.memory import fullest_bytes
+from odyssey_megatron.plan.placing.redundancy import with_keepers
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.scheduling.smaller import StepPlan
 from odyssey_megatron.plan.sending.generation import Generation
@@ -91,6 +94,11 @@ MORE_DEAD: dict[int, tuple[int | str, ...]] = {32: ("again",), 256: (12, 20, 24,
 20 are not. ``again``: a second worker dies as soon as there is a plan without the first one, long before what decisions
 look up has been worked out for that plan.
 """
+TIGHT = 1.05
+"""Times the memory that 1F1B's fullest worker needs, with messages that are kept, where memory binds: measured with up
+to 256 GPUs, workers of one GPU each, and one or eight dead.
+"""
+TIGHT_DEAD = (1, 8)
 COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
 COALESCE_S = 1.0
@@ -231,9 +239,21 @@ def largest_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def job_of(model: str, gpus: int, tp: int, pp: int, copies: int) -> tuple[JobSpec, Profile]:
+def job_of(
+    model: str, gpus: int, tp: int, pp: int, copies: int, *, is_tight: bool = False
+) -> tuple[JobSpec, Profile]:
     microbatches = gpus // tp * 2
     profile = preset_profile(model, "h100", tensor_parallel_size=tp)
+    if is_tight:
+        layout = megatron_layout(
+            num_layers=len(profile.costs.layers),
+            pipeline_size=pp,
+            num_workers=gpus // tp,
+            num_microbatches=microbatches,
+        )
+        layout = with_keepers(layout, None, {one: one // GPUS_A_NODE for one in layout.workers}, copies)
+        needs = fullest_bytes(layout, replace(profile.costs, keeps_messages=True))
+        profile = replace(profile, costs=replace(profile.costs, memory_bytes=int(TIGHT * needs)))
     job = JobSpec(
         num_layers=len(profile.costs.layers),
         pipeline_model_parallel_size=pp,
@@ -378,10 +398,18 @@ def read_by_some(
 
 
 def measure(
-    model: str, gpus: int, tp: int, pp: int, copies: int, dead: int | str, layout: str, repeat: int
+    model: str,
+    gpus: int,
+    tp: int,
+    pp: int,
+    copies: int,
+    dead: int | str,
+    layout: str,
+    is_tight: bool,
+    repeat: int,
 ) -> dict[str, Any]:
     """One job and one incident."""
-    job, profile = job_of(model, gpus, tp, pp, copies)
+    job, profile = job_of(model, gpus, tp, pp, copies, is_tight=is_tight)
     folder = tempfile.mkdtemp()
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -419,6 +447,7 @@ def measure(
         "tp": tp,
         "pp": pp,
         "layout": layout,
+        "memory": "tight" if is_tight else "80 GB",
         "optimizer_copies": copies,
         "dead": len(generation.dead) // tp,
         "of_a_node": dead == "node",
@@ -481,15 +510,21 @@ def main() -> int:
     bars: list[Bar] = []
     for model, gpus, tp, pp, limit_ms, limit_mb in CLUSTERS:
         layouts = LAYOUTS.get(gpus, ("megatron",))
-        for layout, copies, dead in itertools.product(layouts, COPIES, (*DEAD, *MORE_DEAD.get(gpus, ()))):
+        deaths = (*DEAD, *MORE_DEAD.get(gpus, ()))
+        for layout, copies, dead, is_tight in itertools.product(layouts, COPIES, deaths, (False, True)):
             if gpus > options.most_gpus or not occurs(dead, gpus, tp, pp):
                 continue
-            incident = (model, gpus, tp, pp, copies, dead, layout)
+            if is_tight and (tp > 1 or dead not in TIGHT_DEAD):
+                continue
+            incident = (model, gpus, tp, pp, copies, dead, layout, is_tight)
             several = [steady(*incident, number) for number in range(options.repeats)]
             row = worst(several)
             rows.append(row)
             bars += judged(
-                f"{gpus}_gpus_tp{tp}_{layout}_{copies}_copies_{dead}_dead", row, limit_ms, limit_mb
+                f"{gpus}_gpus_tp{tp}_{layout}_{copies}_copies_{dead}_dead{'_tight' * is_tight}",
+                row,
+                limit_ms,
+                limit_mb,
             )
             print(row, file=sys.stderr if options.json else sys.stdout, flush=True)
     return finish({"decisions": rows} if options.json else {}, bars, as_json=options.json)
