@@ -57,7 +57,7 @@ from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.rebuild import hosts
 from tests.benchmarks.bars import Bar, at_most, exactly, finish
-from tests.benchmarks.planner import job_of
+from tests.benchmarks.played_ranks import job_of
 from tests.benchmarks.policies import LAYERS, SETTINGS, WORKERS, costs
 
 Groups = dict[str, tuple[int, ...]]

@@ -31,7 +31,6 @@ import gc
 import itertools
 import math
 import multiprocessing
-import random
 import resource
 import statistics
 import sys
@@ -39,7 +38,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -49,10 +47,8 @@ if __package__ in (None, ""):
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.cells import Cells
-from odyssey_megatron.cluster.events import GenerationLive, RankDied
-from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.state import ClusterState
-from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.launch.coordinator import coordinator as coordinator_module
 from odyssey_megatron.launch.coordinator.coordinator import Coordinator
@@ -61,19 +57,14 @@ from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.control import Control, EventReader
 from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.placing.groups import group_members
-from odyssey_megatron.plan.placing.memory import fullest_bytes
-from odyssey_megatron.plan.placing.redundancy import with_keepers
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.scheduling.smaller import StepPlan
 from odyssey_megatron.plan.sending.generation import Generation
-from odyssey_megatron.policy.costs.measured import LinkTimes, Measured
-from odyssey_megatron.policy.costs.profile import Observation, Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.benchmarks.bars import Bar, at_most, finish
 from tests.benchmarks.going_on import go_on
-from tests.plan.samples import preset_profile
+from tests.benchmarks.played_ranks import GPUS_A_NODE, MOST_S, Ranks, job_of, lost_workers
 
 CLUSTERS = (
     ("llama2-7b", 32, 1, 8, 20.0, 350),
@@ -94,19 +85,14 @@ MORE_DEAD: dict[int, tuple[int | str, ...]] = {32: ("again",), 256: (12, 20, 24,
 20 are not. ``again``: a second worker dies as soon as there is a plan without the first one, long before what decisions
 look up has been worked out for that plan.
 """
-TIGHT = 1.05
-"""Times the memory that 1F1B's fullest worker needs, with messages that are kept, where memory binds: measured with up
-to 256 GPUs, workers of one GPU each, and one or eight dead.
-"""
 TIGHT_DEAD = (1, 8)
+"""Where memory binds (``job_of``), so many of up to 256 workers of one GPU each."""
 COPIES = (0, 2)
 """Of a layer's optimizer state: one on every holder, or those of a distributed optimizer."""
 COALESCE_S = 1.0
 """So long the deaths of one incident may take to be told, by a process that plays all ranks: one decision sees all."""
 TAKEN_IN_S = 2.0
 """For what was published a second time: costs are as good as the same."""
-MOST_S = 900.0
-"""To work out what decisions look up, or to decide."""
 LOOP_MS = 4.0
 """What :func:`loop_ms` takes on a core of a server (AMD EPYC, CPython 3.11) that nobody else uses."""
 UNSTEADY = 1.25
@@ -114,7 +100,6 @@ UNSTEADY = 1.25
 core was meanwhile."""
 TRIES = 3
 TOKEN = "benchmark"
-GPUS_A_NODE = 8
 
 
 class Clocks:
@@ -239,100 +224,6 @@ def largest_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def job_of(
-    model: str, gpus: int, tp: int, pp: int, copies: int, *, is_tight: bool = False
-) -> tuple[JobSpec, Profile]:
-    microbatches = gpus // tp * 2
-    profile = preset_profile(model, "h100", tensor_parallel_size=tp)
-    if is_tight:
-        layout = megatron_layout(
-            num_layers=len(profile.costs.layers),
-            pipeline_size=pp,
-            num_workers=gpus // tp,
-            num_microbatches=microbatches,
-        )
-        layout = with_keepers(layout, None, {one: one // GPUS_A_NODE for one in layout.workers}, copies)
-        needs = fullest_bytes(layout, replace(profile.costs, keeps_messages=True))
-        profile = replace(profile, costs=replace(profile.costs, memory_bytes=int(TIGHT * needs)))
-    job = JobSpec(
-        num_layers=len(profile.costs.layers),
-        pipeline_model_parallel_size=pp,
-        tensor_model_parallel_size=tp,
-        num_microbatches=microbatches,
-        tokens_per_step=4096 * microbatches,
-        train_steps=1,
-        optimizer_copies=copies,
-    )
-    return job, profile
-
-
-class Ranks:
-    """All ranks of a job, as far as the coordinator hears of them."""
-
-    def __init__(self, job: JobSpec, profile: Profile, control: Control, gpus: int):
-        self.job, self.profile, self.control, self.gpus = job, profile, control, gpus
-        self.random = random.Random(1)
-        layout = megatron_layout(
-            num_layers=job.num_layers,
-            pipeline_size=job.pipeline_model_parallel_size,
-            num_workers=gpus // job.tensor_model_parallel_size,
-            num_microbatches=job.num_microbatches,
-        )
-        self.spans = {hop.worker: (hop.first, hop.last) for route in layout.routes for hop in route.hops}
-
-    def noisy(self, value: float) -> float:
-        return value * self.random.uniform(0.98, 1.02)
-
-    def measured(self, rank: int) -> Measured:
-        costs = self.profile.costs
-        first, last = self.spans[rank // self.job.tensor_model_parallel_size]
-        layers = costs.layers[first:last]
-        span = Observation(
-            first=first,
-            last=last,
-            samples=10,
-            forward_s=self.noisy(sum(one.forward_s for one in layers)),
-            input_grad_s=self.noisy(sum(one.input_grad_s for one in layers)),
-            weight_grad_s=self.noisy(sum(one.weight_grad_s for one in layers)),
-        )
-        link = LinkTimes(
-            worker=-1,
-            message_bytes=costs.message_bytes,
-            empty_s=self.noisy(costs.link_latency_s),
-            message_s=self.noisy(costs.message_s()),
-        )
-        held = tuple((first + at, one.state_bytes) for at, one in enumerate(layers))
-        return Measured(spans=(span,), link=link, state_bytes=held)
-
-    def publish(self) -> None:
-        texts = {keys.observations_key(rank): to_json(self.measured(rank)) for rank in range(self.gpus)}
-        self.control.put_all(texts)
-
-    def start(self) -> None:
-        control = self.control
-        control.put(keys.JOB, to_json({"job": to_json(self.job), "profile": to_json(self.profile)}))
-        for rank in range(self.gpus):
-            control.put(keys.observations_key(rank), "")
-            control.put(keys.digest_key(rank), "the same")
-        control.wait([keys.generation_key(1)], 300)
-        self.publish()
-        for rank in range(self.gpus):
-            control.send(GenerationLive(rank=rank, generation=1))
-        while control.store.queue_len(keys.EVENTS):
-            time.sleep(0.01)
-
-    def die(self, workers: list[int]) -> None:
-        size = self.job.tensor_model_parallel_size
-        for worker in workers:
-            self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
-
-    def lose_one(self, workers: list[int]) -> int:
-        """Let the first of ``workers`` die, and take it out; return the number of the generation behind the next."""
-        self.die([workers.pop(0)])
-        self.control.wait([keys.generation_key(2)], MOST_S)
-        return 3
-
-
 def occurs(dead: int | str, gpus: int, tp: int, pp: int) -> bool:
     """Whether such an incident is measured in this cluster: a quarter of all workers at most, or a node of several
     workers that has not all replicas of a stage.
@@ -340,24 +231,6 @@ def occurs(dead: int | str, gpus: int, tp: int, pp: int) -> bool:
     if dead == "node":
         return tp == 1 and gpus // pp > GPUS_A_NODE
     return (2 if dead == "again" else int(dead)) * 4 <= gpus // tp
-
-
-def lost_workers(layout: Layout, dead: int | str, repeat: int) -> list[int]:
-    """Over pipelines and stages, such that some owner of each slice of state is left; of a node, one GPU each."""
-    workers, found = layout.workers, set[int]()
-    dead = 2 if dead == "again" else dead
-    if dead == "node":
-        first = (repeat * 3 + 1) * GPUS_A_NODE % len(workers)
-        return list(range(first, first + GPUS_A_NODE))
-    owners = [one for kind in set(layout.owners) for one in kind]
-    for at in range(len(workers)):  # coprime steps
-        one = workers[(3 + repeat * 7 + at * 37) % len(workers)]
-        if len(found) < int(dead) and not any(
-            found.issuperset({*kind} - {one}) for kind in owners if one in kind
-        ):
-            found.add(one)
-    assert len(found) == dead, f"only {len(found)} of {dead} workers can be lost"
-    return sorted(found)
 
 
 class CountingControl(Control):
