@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -270,18 +270,20 @@ def read_by_some(
     return several, list(map(go_on, plans, cells))
 
 
-def measure(
-    model: str,
-    gpus: int,
-    tp: int,
-    pp: int,
-    copies: int,
-    dead: int | str,
-    layout: str,
-    is_tight: bool,
-    repeat: int,
-) -> dict[str, Any]:
+class Incident(NamedTuple):
+    model: str
+    gpus: int
+    tp: int
+    pp: int
+    copies: int
+    dead: int | str
+    layout: str
+    is_tight: bool
+
+
+def measure(incident: Incident, repeat: int) -> dict[str, Any]:
     """One job and one incident."""
+    model, gpus, tp, pp, copies, dead, layout, is_tight = incident
     job, profile = job_of(model, gpus, tp, pp, copies, is_tight=is_tight)
     folder = tempfile.mkdtemp()
     context = multiprocessing.get_context("spawn")
@@ -314,7 +316,6 @@ def measure(
     finally:
         process.kill()
         process.join()
-    generation = several[0][0]
     return {
         "gpus": gpus,
         "tp": tp,
@@ -322,30 +323,43 @@ def measure(
         "layout": layout,
         "memory": "tight" if is_tight else "80 GB",
         "optimizer_copies": copies,
-        "dead": len(generation.dead) // tp,
         "of_a_node": dead == "node",
-        "policy": generation.plan.policy,
         "decision_ms": round(cpu_ms * LOOP_MS / core_ms, 1),
         "cpu_ms": round(cpu_ms, 1),
         "wall_ms": round(wall_ms - 1e3 * COALESCE_S, 1),
         "loop_ms": round(core_ms, 2),
         "unsteady": round(unsteady, 2),
-        "rank_bytes": max(size for _, size, _ in several),
-        "rank_ms": round(max(ms for _, _, ms in several) * LOOP_MS / reading_ms, 1),
-        "rest_bytes": max(size for size, _ in rests),
-        "rest_ms": round(max(ms for _, ms in rests) * LOOP_MS / reading_ms, 1),
-        "blocks": len(generation.plan.layout.blocks()),
         "rehearsed_s": round(rehearsed_s, 1),
         "torch_mb": round(torch_mb),
         "coordinator_mb": round(most_mb),
+        **what_ranks_read(several, rests, LOOP_MS / reading_ms, tp),
     }
 
 
-def steady(*incident: Any) -> dict[str, Any]:
+def what_ranks_read(
+    several: Sequence[tuple[Generation, int, float]],
+    rests: Sequence[tuple[int, float]],
+    speed: float,
+    tp: int,
+) -> dict[str, Any]:
+    """The columns of :func:`read_by_some`; ``speed``: that of the core, beside one of a server."""
+    generation = several[0][0]
+    return {
+        "dead": len(generation.dead) // tp,
+        "policy": generation.plan.policy,
+        "rank_bytes": max(size for _, size, _ in several),
+        "rank_ms": round(max(ms for _, _, ms in several) * speed, 1),
+        "rest_bytes": max(size for size, _ in rests),
+        "rest_ms": round(max(ms for _, ms in rests) * speed, 1),
+        "blocks": len(generation.plan.layout.blocks()),
+    }
+
+
+def steady(incident: Incident, repeat: int) -> dict[str, Any]:
     """:func:`measure` of it, again where the core's speed changed meanwhile; at last the steadiest."""
     found: list[dict[str, Any]] = []
     while len(found) < TRIES:
-        found.append(measure(*incident))
+        found.append(measure(incident, repeat))
         if found[-1]["unsteady"] <= UNSTEADY:
             break
     return min(found, key=lambda one: float(one["unsteady"]))
@@ -389,8 +403,8 @@ def main() -> int:
                 continue
             if is_tight and (tp > 1 or dead not in TIGHT_DEAD):
                 continue
-            incident = (model, gpus, tp, pp, copies, dead, layout, is_tight)
-            several = [steady(*incident, number) for number in range(options.repeats)]
+            incident = Incident(model, gpus, tp, pp, copies, dead, layout, is_tight)
+            several = [steady(incident, number) for number in range(options.repeats)]
             row = worst(several)
             rows.append(row)
             bars += judged(
