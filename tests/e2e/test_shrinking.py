@@ -326,7 +326,7 @@ def test_whoever_dies_beside_a_smaller_cell_or_is_it(jobs, undisturbed, name, ce
 @pytest.mark.parametrize("flags", [BFLOAT16, f"{TIED} {HASHED}"])
 def test_holders_in_cells_of_unlike_size_have_the_same_bytes(jobs, undisturbed, name, flags):
     """They are compared behind every step; whoever had others would leave."""
-    job = f"{SEQUENCE} {LONG} --lr 1e-3 {flags}"  # as CALM
+    job = f"{SEQUENCE} {LONG} {flags}"
     shot = jobs.run(name, ranks=RANKS, stages=STAGES, flags=f"{job} {SPENT} {lost(3, 1)}", timeout_s=200.0)
     if flags == BFLOAT16:
         assert shot.exit_code == 0, shot.log[-4000:]
@@ -348,7 +348,7 @@ def test_holders_in_cells_of_unlike_size_have_the_same_bytes(jobs, undisturbed, 
 @pytest.mark.parametrize("cells", [CELLS, CONTEXT, GANG])
 def test_a_smaller_cell_keeps_optimizer_state_for_whole_ones(jobs, undisturbed, name, cells):
     """Of four replicas two keep the state of a layer; the others are sent its weights."""
-    job = f"{cells} {LONG} --lr 1e-3 --global-batch-size 14"  # as CALM
+    job = f"{cells} {LONG} --global-batch-size 14"
     inject = f"{lost(3, 1)};rank=5,step=20,at=backward"
     shot = jobs.run(
         name,
