@@ -275,13 +275,10 @@ def test_ranks_come_back_to_the_same_routes(shot, case):
 
 
 MEASURED = {
-    "turning-two-in-a-row": ("turning", "sliced", "rank=2,step=1,at=reduce;rank=1,step=3,at=weight_grad"),
-    "turning-in-agree": ("turning", "tied", "rank=3,step=2,at=backward;rank=0,step=2,at=agree,generation=2"),
-    "interleaved-two-in-a-row": ("interleaved", "tied", "rank=2,step=1,at=reduce;rank=1,step=3,at=weight_grad"),
-    "interleaved-in-agree": (
-        "interleaved", "sliced", "rank=0,step=2,at=forward;rank=3,step=2,at=agree,generation=2"
-    ),
-}  # fmt: skip
+    "turning": ("turning", "tied", "rank=3,step=2,at=backward;rank=0,step=2,at=agree,generation=2"),
+    "interleaved": ("interleaved", "sliced", "rank=0,step=2,at=forward;rank=3,step=2,at=agree,generation=2"),
+}
+"""The second one dies before there is a plan without the first, which may leave a single holder of each layer."""
 
 
 @pytest.mark.matrix
