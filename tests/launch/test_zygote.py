@@ -89,6 +89,23 @@ def test_a_process_that_cannot_be_started_ends_no_other(zygote, tmp_path):
     other.kill()
 
 
+def test_none_begins_that_could_not_be_watched(tmp_path):
+    """It would complain of the lack of files itself, before it is killed."""
+    (tmp_path / "counting.py").write_text(
+        f"import os\nforks = open({str(tmp_path / 'forks')!r}, 'wb', 0)\n"
+        "os.register_at_fork(before=lambda: forks.write(b'.'))\n"
+    )
+    zygote = Zygote.spawn(["counting"], {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{tmp_path}"})
+    soft, most = resource.prlimit(zygote.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(zygote.pid, resource.RLIMIT_NOFILE, (3, most))
+    with pytest.raises(OSError, match="Too many open files"):
+        run(zygote, tmp_path, "pass")
+    resource.prlimit(zygote.pid, resource.RLIMIT_NOFILE, (soft, most))
+    assert run(zygote, tmp_path, "pass")[0].wait(10) == 0
+    zygote.close()
+    assert (tmp_path / "forks").read_text() == "."
+
+
 def test_a_process_that_has_ended_keeps_its_pid_until_it_is_waited_for(zygote, tmp_path):
     process, _ = run(zygote, tmp_path, "pass")
     time.sleep(0.3)

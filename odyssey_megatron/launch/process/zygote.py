@@ -238,7 +238,12 @@ class _Server:
         """Fork, or tell why that cannot be: the zygote's end would be that of all its children."""
         parent = os.getpid()
         try:
-            pid = os.fork()
+            # A fork without room for its pidfd would begin, and complain, before it is killed.
+            room = os.dup(self._connection.fileno())
+            try:
+                pid = os.fork()
+            finally:
+                os.close(room)
         except OSError as error:
             return self._send(failed=error.errno)
         if pid == 0:
