@@ -12,7 +12,7 @@ from odyssey_megatron.plan.scheduling.reductions import bucket_bytes, cut_in
 from odyssey_megatron.policy.shapes.seating import PipelineShapes
 from odyssey_megatron.policy.shapes.shares import Rate, finish_s, min_max_shares
 from odyssey_megatron.policy.shapes.splits import Splits
-from odyssey_megatron.policy.shapes.stages import path_s, reached_s, up_s
+from odyssey_megatron.policy.shapes.stages import Waiting, path_s, reached_s, up_s
 
 
 def even(num_workers: int, pipelines: int, most_stages: int) -> list[tuple[int, int]]:
@@ -25,6 +25,10 @@ def even(num_workers: int, pipelines: int, most_stages: int) -> list[tuple[int, 
 class _Summing(NamedTuple):
     """When a stage begins to sum gradients, and what it sums."""
 
+    waits: Waiting
+    """What its memory keeps it from."""
+    up_s: float
+    """The time down to it, and from there up through the first stage."""
     begins_s: float
     """When the first microbatch reaches it, and the time for which its memory keeps it waiting then."""
     whole_s: float
@@ -128,16 +132,17 @@ class Balanced:
     def _summing(self, stages: int, least_bytes: int) -> list[_Summing]:
         """Return what each stage sums, in buckets of at least ``least_bytes``."""
         if (stages, least_bytes) not in self._known:
-            costs, found = self.splits.costs, list[_Summing]()
-            for one in self.splits.stages(stages):
+            costs, found, of_all = self.splits.costs, list[_Summing](), self.splits.stages(stages)
+            for one in of_all:
                 begins_s = reached_s(costs, one)
                 buckets = [bucket for a, b in one.spans for bucket in cut_in(a, b, least_bytes, costs)]
                 sizes = [costs.spans.gradient_bytes(*bucket) for bucket in buckets]
-                before_s = self.splits.waiting(self.splits.stages(stages), one).before_s
-                whole_s = begins_s - one.beside_s(costs)
+                waits, whole_s = self.splits.waiting(of_all, one), begins_s - one.beside_s(costs)
                 found.append(
                     _Summing(
-                        begins_s + before_s,
+                        waits,
+                        up_s(costs, of_all, one),
+                        begins_s + waits.before_s,
                         whole_s,
                         one.each_s,
                         one.down_and_up_s,
@@ -153,14 +158,12 @@ class Balanced:
         """Return the rate of the stage whose last gradient is the last one to be through with the first stage, which
         then sums its last bucket, if its pipeline gets ``share`` microbatches.
         """
-        costs, of_all = self.splits.costs, self.splits.stages(stages)
+        found, lines = self._summing(stages, bucket_bytes(self.splits.costs, pipelines)), []
         lag_s, byte_s = self._sum_s(pipelines)
-        sum_s = lag_s + byte_s * self._summing(stages, bucket_bytes(costs, pipelines))[0].last_bytes
-        lines = list[tuple[float, float, float]]()
-        for one in of_all:
-            found = self.splits.waiting(of_all, one)
-            lines.append(_line(found.head_s + sum_s, found.each_s, share))
-            lines.append(_line(up_s(costs, of_all, one) + sum_s, one.down_and_up_s, share))
+        sum_s = lag_s + byte_s * found[0].last_bytes
+        for one in found:
+            lines.append(_line(one.waits.head_s + sum_s, one.waits.each_s, share))
+            lines.append(_line(one.up_s + sum_s, one.down_and_up_s, share))
         _, head_s, each_s = max(lines)
         return Rate(head_s=head_s, each_s=each_s)
 

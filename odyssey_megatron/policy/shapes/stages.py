@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd, inf
+from math import inf
 from typing import NamedTuple
 
 from odyssey_megatron.cluster.state import WHOLE_CELL, Share
 from odyssey_megatron.plan.costs import Costs
+from odyssey_megatron.plan.scheduling.order import usable_bytes
 from odyssey_megatron.policy.shapes.shares import SLACK
 
 
@@ -63,14 +64,13 @@ class Waiting(NamedTuple):
 def waiting(costs: Costs, stages: Sequence[Stage], one: Stage, room_bytes: float) -> Waiting:
     """Return what a stage with room for so many bytes of activations waits for."""
     through_s = up_s(costs, stages, one)
-    if (
-        room_bytes == inf or len(one.spans) > 1
-    ):  # visited more than once, its last input gradient may be its first hop's
+    # The last input gradient of a stage that is visited more than once may be its first hop's.
+    if room_bytes == inf or len(one.spans) > 1:
         return Waiting(0.0, through_s, one.down_and_up_s)
     ((first, last),) = one.spans
     spans, hops = costs.spans, sum(len(each.spans) for each in stages)
     early, whole = spans.early_bytes(first, last), spans.activation_bytes(first, last)
-    room = int(room_bytes) // (gcd(early, whole) or 1) * (gcd(early, whole) or 1)
+    room = usable_bytes(int(room_bytes), one.spans, costs)
     fills_s = spans.forward_s(first, last) * room / whole if whole else inf
     empties_s = spans.weight_grad_s(first, last) * room / (whole - early) if whole > early else inf
     back_s = spans.down_and_up_s(first, len(costs.layers)) - spans.input_grad_s(first, last)
