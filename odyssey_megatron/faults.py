@@ -8,7 +8,7 @@ from typing import Any
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, WHOLE, Between
 
-INJECTION_POINTS = (
+STEP_POINTS = (
     "forward",
     "backward",
     "weight_grad",
@@ -17,17 +17,12 @@ INJECTION_POINTS = (
     "optimizer",
     "commit",
     "param_gather",
-    "abort",
-    "groups",
-    "agree",
-    "transfer",
-    "evaluate",
-    "checkpoint",
-    "exchange",
 )
-"""Points at which a fault can be injected: first those of a step, then those of a recovery (named as its phases in
-``recover.py``), then the others. At ``exchange`` workers exchange messages before a measured step to time their links.
-"""
+"""Points of a step at which a fault can be injected."""
+RECOVERY_POINTS = ("abort", "groups", "agree", "transfer")
+"""Points of a recovery, named as its phases in ``recover.py``."""
+INJECTION_POINTS = (*STEP_POINTS, *RECOVERY_POINTS, "evaluate", "checkpoint", "exchange")
+"""All of them. At ``exchange`` workers exchange messages before a measured step to time their links."""
 SIGNALS = ("KILL", "STOP")
 STUCK = "STUCK"
 """Given in place of a signal: the training thread waits for ever, and the process's other threads run on."""

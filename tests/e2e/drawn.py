@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 
 from odyssey_megatron.errors import EXIT_LAYERS_LOST
+from odyssey_megatron.faults import RECOVERY_POINTS
 from odyssey_megatron.metrics.steps import CommittedStep
 from tests.e2e.jobs import TOLERANCE, Outcome, assert_equal_numbers, assert_holders_agree
 
 IN_A_STEP = ("forward", "backward", "weight_grad", "reduce", "agreement", "optimizer", "commit")
-IN_A_RECOVERY = ("abort", "groups", "agree", "transfer")
 
 
 def another(
@@ -27,7 +27,7 @@ def another(
     incarnation = rng.choice((1, 2, 2, 2, 2)) if is_own else 0
     where, step = "", -1
     if rng.random() < 0.4:
-        point = rng.choice(IN_A_RECOVERY)
+        point = rng.choice(RECOVERY_POINTS)
         where = "" if is_own else f",generation={rng.randrange(3, 8)}"
     else:
         point = rng.choice(points)

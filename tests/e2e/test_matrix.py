@@ -13,26 +13,14 @@ import itertools
 import pytest
 
 from odyssey_megatron.config import policies
+from odyssey_megatron.faults import RECOVERY_POINTS, STEP_POINTS
 from odyssey_megatron.recover import Phase
 from tests.e2e.jobs import BFLOAT16, assert_alike_runs, assert_equal_runs
 from tests.e2e.test_experts import DEEPSEEK, MIXTRAL
 
 pytestmark = pytest.mark.matrix
 
-POINTS = (
-    "forward",
-    "backward",
-    "weight_grad",
-    "reduce",
-    "agreement",
-    "optimizer",
-    "commit",
-    "param_gather",
-    "abort",
-    "groups",
-    "agree",
-    "transfer",
-)
+POINTS = (*STEP_POINTS, *RECOVERY_POINTS)
 POLICIES = policies()
 PP4_DP2 = {"first": (1,), "middle": (4,), "last": (6,), "rank0": (0,), "two": (3, 6)}
 PP2_DP4 = {"first": (1,), "last": (6,), "rank0": (0,), "two": (2, 5)}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from odyssey_megatron.config import policies
+from odyssey_megatron.faults import RECOVERY_POINTS, STEP_POINTS
 from odyssey_megatron.policy.costs.profile import Profile
 from tests.e2e.jobs import SCRIPT, assert_equal_runs, cases_of
 from tests.e2e.test_rejoin import members
@@ -54,18 +55,7 @@ THIRDS = PAIRS["interleaved", 6]
 """Routes and ranks -> of each kind of victim, who dies first, and who dies next or alone. The latter gives or takes
 layers after the former's death, and holds none alone then.
 """
-IN_A_STEP = (
-    "forward",
-    "backward",
-    "weight_grad",
-    "reduce",
-    "agreement",
-    "optimizer",
-    "commit",
-    "param_gather",
-)
 GATHERS = (("sliced", "interleaved"), ("thirds", "turning"))
-IN_A_RECOVERY = ("abort", "groups", "agree", "transfer")
 BEHIND_STEPS = (
     ("groups", 3), ("agree", 3), ("transfer", 3), ("reduce", 3), ("commit", 3),
     ("groups", 4), ("transfer", 4), ("backward", 4), ("optimizer", 4),
@@ -126,7 +116,7 @@ def one_after_the_other(pair: tuple[int, int], point: str, generation: int) -> s
 def cases_in_a_step() -> dict[str, Case]:
     """Each kind of victim, and at some points two at once."""
     found = {}
-    for (n, point), (state, routes) in itertools.product(enumerate(IN_A_STEP), JOBS):
+    for (n, point), (state, routes) in itertools.product(enumerate(STEP_POINTS), JOBS):
         if point == "param_gather" and (state, routes) not in GATHERS:
             continue  # two holders of a layer keep all of it, and gather nothing
         who = {name: (second,) for name, (_, second) in victims_of(routes, state, n).items()}
@@ -142,7 +132,7 @@ def cases_in_a_step() -> dict[str, Case]:
 
 def cases_in_a_recovery() -> dict[str, Case]:
     found = {}
-    for (n, point), (state, routes) in itertools.product(enumerate(IN_A_RECOVERY), JOBS):
+    for (n, point), (state, routes) in itertools.product(enumerate(RECOVERY_POINTS), JOBS):
         for name, pair in victims_of(routes, state, n).items():
             generation = 1 if point == "abort" else 2  # that phase ends the one before
             inject = one_after_the_other(pair, point, generation)
@@ -160,7 +150,7 @@ def cases_behind_steps() -> dict[str, Case]:
             continue
         # Cells end in one pipeline, and turning ones have no room to be filled first: then nobody may be lost.
         last = 3 if routes == "turning" and state == "cells" else 4
-        if "cells" in state and generation >= last and (generation > last or point not in IN_A_RECOVERY):
+        if "cells" in state and generation >= last and (generation > last or point not in RECOVERY_POINTS):
             continue
         names = ("first", "turn") if routes == "turning" and state != "thirds" else ("first", "last")
         name = names[(n if state in FIRST_TWO else n // 2) % 2]
