@@ -42,9 +42,10 @@ def best_of(
 ) -> tuple[Candidate | None, list[CandidateRow]]:
     """Find the best option by branch and bound, in order of the best score that each could have.
 
-    The first option in the order is made and laid out, if it is not yet, and put back by its new bound; if it comes
-    first again, it is scheduled. The search ends when no option left can win. An option of the policy asked for comes
-    before all others, and if one can be had, no other is scheduled. Returns the winner, and a row for everything else.
+    The first option in the order is drawn, and then laid out, if it is not yet, and put back each time by its new
+    bound; if it comes first again, it is scheduled. The search ends when no option left can win. An option of the
+    policy asked for comes before all others, and if one can be had, no other is scheduled. Returns the winner, and a
+    row for everything else.
     """
 
     def wanted(option: Option) -> bool:
@@ -104,8 +105,9 @@ def _place(case: Case, option: Option, number: int, is_wanted: bool, many: bool)
 
 
 def _nearer(case: Case, option: Option, many: bool) -> list[Option]:
-    """Return ``option`` with a tighter bound if it has one, otherwise made and laid out, and with replicas apart if it
-    has them not; of ``many`` workers (:data:`MANY_WORKERS`) only the latter. Raises PlanInfeasible.
+    """Return ``option`` one step nearer to being scheduled: with a tighter bound if it has one, then drawn, also with
+    replicas apart if it has them not, then laid out. Of ``many`` workers (:data:`MANY_WORKERS`) the last two are one
+    step, and replicas are apart. Raises PlanInfeasible.
     """
     sketch = option.found
     if not isinstance(sketch, Sketch):
@@ -117,7 +119,9 @@ def _nearer(case: Case, option: Option, many: bool) -> list[Option]:
     least_holders = sketch.least_holders or case.job.least_holders
     found = drawn(case, option.policy, made, least_holders=least_holders)
     others = with_replicas_apart(case, found)
-    return others if many and others else [laid_out(case, found), *others]
+    if many:
+        return others or [laid_out(case, found)]
+    return [found, *others]
 
 
 def _on_paper(score: float) -> float:

@@ -16,7 +16,7 @@ from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.communicators import Needs, communicators, taken_bytes
-from odyssey_megatron.plan.placing.memory import caps_for, per_rank
+from odyssey_megatron.plan.placing.memory import caps_beside, caps_for, per_rank
 from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.scheduling.assemble import Assembled, assemble
@@ -122,7 +122,7 @@ def scheduled(
     """
     speeds, shares, profile = worker_speeds(state), worker_shares(state), in_cluster(profile, state)
     taken = taken_bytes(Needs(layout, transfers), job) if job else 0
-    caps = caps_for(layout, profile.costs, shares, taken)
+    caps = caps_beside(taken, caps_for(layout, profile.costs, shares), layout, profile.costs, shares)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
     step_s = step_end_s(layout, profile.costs, order.done_s, order.tails())
     if step_s < longest_s:

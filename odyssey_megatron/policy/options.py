@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.errors import PlanInfeasible
-from odyssey_megatron.plan.checking.bound import lower_bound_s
+from odyssey_megatron.plan.checking.bound import Bound
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.communicators import Needs, taken_bytes
-from odyssey_megatron.plan.placing.memory import caps_for
+from odyssey_megatron.plan.placing.memory import caps_beside, caps_for
 from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.placing.spread import apart
 from odyssey_megatron.plan.placing.transfer import plan_transfers, transfer_s
@@ -31,11 +31,14 @@ class Drawn:
     layout: Layout
     caps: dict[int, int]
     """What each worker may keep in memory: see :func:`caps_for`."""
+    bound: Bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaidOut(Drawn):
-    """A drawn layout with the transfers that lead there. Only options that may win by their step need them."""
+    """A drawn layout with the transfers that lead there, and what its communicators leave of the memory. Only options
+    that may win by their step need them.
+    """
 
     transfers: tuple[Transfer, ...]
 
@@ -240,15 +243,15 @@ def drawn(
             layout, case.previous, nodes, least_holders, costs, eager=eager, shares=case.shares
         )
     layout = with_keepers(layout, case.previous, nodes, case.job.optimizer_copies, joins=joins)
-    caps = caps_for(layout, costs, case.shares)
+    caps, bound = caps_for(layout, costs, case.shares), Bound(layout, costs, case.speeds)
     return Option(
         policy=policy,
         name=proposal.name or policy.name,
         note=proposal.note,
-        least_step_s=lower_bound_s(layout, costs, case.speeds, caps),
+        least_step_s=bound.with_caps(caps),
         least_transition_s=case.profile.group_build_s,
         fatal_share=case.fatal_share(layout),
-        found=Drawn(layout=layout, caps=caps),
+        found=Drawn(layout=layout, caps=caps, bound=bound),
     )
 
 
@@ -276,11 +279,12 @@ def laid_out(case: Case, option: Option) -> Option:
     transfers = plan_transfers(case.previous, one.layout, case.alive, costs)
     needs = Needs(one.layout, transfers, beside=not case.lost)
     taken = taken_bytes(needs, case.job, Needs(case.previous, case.moved))
-    caps = caps_for(one.layout, costs, case.shares, taken) if taken else one.caps
+    caps = caps_beside(taken, one.caps, one.layout, costs, case.shares)
     return replace(
         option,
+        least_step_s=one.bound.with_caps(caps) if taken else option.least_step_s,
         least_transition_s=case.profile.group_build_s + transfer_s(transfers, costs),
-        found=LaidOut(layout=one.layout, caps=caps, transfers=transfers),
+        found=LaidOut(layout=one.layout, caps=caps, bound=one.bound, transfers=transfers),
     )
 
 

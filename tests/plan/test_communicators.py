@@ -23,7 +23,7 @@ from odyssey_megatron.plan.placing.communicators import (
     taken_bytes,
 )
 from odyssey_megatron.plan.placing.groups import WORLD, group_members, timed_group, timed_pairs, way_of
-from odyssey_megatron.plan.placing.memory import caps_for, minimum_bytes
+from odyssey_megatron.plan.placing.memory import caps_beside, caps_for, minimum_bytes
 from odyssey_megatron.plan.placing.transfer import plan_transfers
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
@@ -152,6 +152,7 @@ def test_communicators_fill_what_is_kept_aside_first():
     ]
     assert taken == [0, 0, 4 * 2**30], "in steps"
     costs = replace(uniform_costs(10), tied=layer(0.0, 0.0, 0.0, 0), memory_bytes=1000)
-    caps = [caps_for(healthy.layout, costs, None, taken)[0] for taken in (0, 1, 10**9)]
+    given = caps_for(healthy.layout, costs)
+    caps = [caps_beside(taken, given, healthy.layout, costs)[0] for taken in (0, 1, 10**9)]
     assert caps[1] == caps[0] - 1
     assert caps[2] == minimum_bytes(healthy.layout, costs)[0], "what must be kept is kept: they may need less"

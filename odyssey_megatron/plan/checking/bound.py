@@ -41,12 +41,26 @@ def lower_bound_s(
       worker at least while it goes down to the head and up again, and bytes times seconds fit into the cap times the
       step (Little's law).
     """
-    caps, cut = in_flight_cap or {}, buckets(layout, costs)
-    sums = _sums(layout, cut, costs)
-    work = _Work(layout, costs, speeds or {}, sums)
-    # Deduplicated, since most workers are in the same place as others.
-    places = {(work.visits.get(worker), caps.get(worker, 0), own) for worker, own in sums.items()}
-    return max(work.path_s, *(_worker_s(*place) for place in places)) + ending_s(layout, cut, costs)
+    return Bound(layout, costs, speeds).with_caps(in_flight_cap or {})
+
+
+class Bound:
+    """:func:`lower_bound_s` of one layout for any caps: most of it does not depend on them."""
+
+    def __init__(self, layout: Layout, costs: Costs, speeds: Mapping[int, float] | None = None) -> None:
+        cut = buckets(layout, costs)
+        self._sums = _sums(layout, cut, costs)
+        self._work = _Work(layout, costs, speeds or {}, self._sums)
+        self._ending_s = ending_s(layout, cut, costs)
+
+    def with_caps(self, in_flight_cap: Mapping[int, int]) -> float:
+        """Return the bound. ``in_flight_cap``: worker -> bytes of activations; empty: any number."""
+        visits = self._work.visits
+        # Deduplicated, since most workers are in the same place as others.
+        places = {
+            (visits.get(worker), in_flight_cap.get(worker, 0), own) for worker, own in self._sums.items()
+        }
+        return max(self._work.path_s, *(_worker_s(*place) for place in places)) + self._ending_s
 
 
 def cluster_bound_s(
