@@ -280,6 +280,8 @@ class RankRuntime:
         )
         if not filling.may_wait:
             filling.finish()
+        if not assignment.generation.planned:
+            self._groups.part(together=False)
         with torch.enable_grad():  # an evaluation runs without; it may have been cut short
             model.take_layout(assignment.layout, assignment.worker)
         interpreter = self._interpreter(channels, filling.prepare_spreading())

@@ -103,6 +103,18 @@ class Regrouping:
             self._left.close()
             self._left = None
 
+    def part(self, *, together: bool) -> None:
+        """Leave the groups that have had their use, where groups take a device's memory: the plan counts on it.
+
+        Called by every rank once it has what it lacked, and its device is through. ``together``: all have come that
+        far. Otherwise they wait for one another here: what was sent may still be on its way, and would be lost.
+        """
+        if not self.entered.can_part:
+            return
+        if not together:
+            dist.barrier(group=self.world)
+        self.entered.part()
+
     def abort(self) -> None:
         """End every operation. :meth:`leave` must follow."""
         for groups in (self._entered, self._left):

@@ -75,6 +75,8 @@ class Training:
         with trace.stepping():
             self.at_hand.commit(totals)
         self.groups.count(self.position.votes)
+        if self.chronicle.steps_here == 0:
+            self.groups.part(together=True)  # who has agreed has what it lacked
         self.spread_weights()
         self.member.liveness.rest(behind_step=True)
         layout, worker = self.assignment.layout, self.assignment.worker

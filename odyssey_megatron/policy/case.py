@@ -10,7 +10,6 @@ from odyssey_megatron.cluster.state import WHOLE_CELL, ClusterState, Share
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.spread import nodes_alone
-from odyssey_megatron.plan.plan import Transfer
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.routes.rerouting import reroute
 from odyssey_megatron.policy.score import NODE_SHARE, expected_tokens, next_loss_s
@@ -25,8 +24,6 @@ class Case:
     job: JobSpec
     state: ClusterState
     previous: Layout
-    moved: tuple[Transfer, ...] = ()
-    """The transfers that led to ``previous``."""
     usual_step_s: float
     """The step time of the previous plan."""
     profile: Profile

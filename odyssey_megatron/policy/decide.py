@@ -16,7 +16,7 @@ from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.communicators import Needs, communicators, taken_bytes
-from odyssey_megatron.plan.placing.memory import caps_beside, caps_for, per_rank
+from odyssey_megatron.plan.placing.memory import caps_for, per_rank
 from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.scheduling.assemble import Assembled, assemble
@@ -121,8 +121,8 @@ def scheduled(
         longest_s: if the step is below it, an order is looked for that needs less memory in a step of at most this.
     """
     speeds, shares, profile = worker_speeds(state), worker_shares(state), in_cluster(profile, state)
-    taken = taken_bytes(Needs(layout, transfers), job) if job else 0
-    caps = caps_beside(taken, caps_for(layout, profile.costs, shares), layout, profile.costs, shares)
+    taken = taken_bytes(Needs(layout, transfers, beside=True), job) if job else 0
+    caps = caps_for(layout, profile.costs, shares, taken)
     order = order_routes(layout, profile.costs, in_flight_cap=caps, speeds=speeds)
     step_s = step_end_s(layout, profile.costs, order.done_s, order.tails())
     if step_s < longest_s:
@@ -185,7 +185,6 @@ def decide(
         job=job,
         state=state,
         previous=previous.layout,
-        moved=previous.transfers,
         usual_step_s=previous.step_s,
         profile=in_cluster(profile, state),
         horizon_s=config.horizon_s,
@@ -247,7 +246,7 @@ def _decided(
     reason = why(best.option, config.policy, rows) + ("; " + ahead.ahead if ahead and ahead.ahead else "")
     if config.uses_nccl:
         plan = Needs(best.layout, best.transfers, beside=not case.lost)
-        anew = communicators(plan, job.cell(0), Needs(case.previous, case.moved))
+        anew = communicators(plan, job.cell(0), Needs(case.previous))
         reason += f"; at least {anew.connected}" if anew.anew else f"; {anew.connected}"
     rows.append(row_of(case, best, True, reason))
     rows += [restart_row(case, best.score)] if case.state.dead else []

@@ -10,7 +10,7 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.checking.bound import Bound
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.communicators import Needs, taken_bytes
-from odyssey_megatron.plan.placing.memory import caps_beside, caps_for
+from odyssey_megatron.plan.placing.memory import caps_for
 from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.placing.spread import apart
 from odyssey_megatron.plan.placing.transfer import plan_transfers, transfer_s
@@ -30,15 +30,13 @@ class Drawn:
 
     layout: Layout
     caps: dict[int, int]
-    """What each worker may keep in memory: see :func:`caps_for`."""
+    """What each worker may keep in memory: see :func:`caps_for`. Communicators take what they need first."""
     bound: Bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaidOut(Drawn):
-    """A drawn layout with the transfers that lead there, and what its communicators leave of the memory. Only options
-    that may win by their step need them.
-    """
+    """A drawn layout with the transfers that lead there. Only options that may win by their step need them."""
 
     transfers: tuple[Transfer, ...]
 
@@ -243,7 +241,9 @@ def drawn(
             layout, case.previous, nodes, least_holders, costs, eager=eager, shares=case.shares
         )
     layout = with_keepers(layout, case.previous, nodes, case.job.optimizer_copies, joins=joins)
-    caps, bound = caps_for(layout, costs, case.shares), Bound(layout, costs, case.speeds)
+    # Between two steps layers move beside the first one, by communicators of their own: see ``laid_out``.
+    taken = taken_bytes(Needs(layout), case.job) if case.lost else 0
+    caps, bound = caps_for(layout, costs, case.shares, taken), Bound(layout, costs, case.speeds)
     return Option(
         policy=policy,
         name=proposal.name or policy.name,
@@ -272,17 +272,18 @@ def with_replicas_apart(case: Case, option: Option) -> list[Option]:
 
 
 def laid_out(case: Case, option: Option) -> Option:
-    """Return ``option``, which has a layout, with the transfers that lead there, and room for its communicators."""
+    """Return ``option``, which has a layout, with the transfers that lead there, and room for them."""
     one = option.found
     assert isinstance(one, Drawn)
     costs = case.profile.costs
     transfers = plan_transfers(case.previous, one.layout, case.alive, costs)
-    needs = Needs(one.layout, transfers, beside=not case.lost)
-    taken = taken_bytes(needs, case.job, Needs(case.previous, case.moved))
-    caps = caps_beside(taken, one.caps, one.layout, costs, case.shares)
+    caps, least_step_s = one.caps, option.least_step_s
+    if not case.lost and (taken := taken_bytes(Needs(one.layout, transfers, beside=True), case.job)):
+        caps = caps_for(one.layout, costs, case.shares, taken)
+        least_step_s = one.bound.with_caps(caps)
     return replace(
         option,
-        least_step_s=one.bound.with_caps(caps) if taken else option.least_step_s,
+        least_step_s=least_step_s,
         least_transition_s=case.profile.group_build_s + transfer_s(transfers, costs),
         found=LaidOut(layout=one.layout, caps=caps, bound=one.bound, transfers=transfers),
     )

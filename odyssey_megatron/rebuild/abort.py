@@ -157,6 +157,16 @@ class NcclAbort:
             for backend in backends:
                 to.uses[backend] = self.uses.pop(backend)
 
+    def release(self, backends: Iterable[Any]) -> None:
+        """Let go of ``backends``, which from now on belong to the caller. Raises Superseded, and lets none go, if the
+        generation is over.
+        """
+        with self._lock:
+            if self.fired:
+                raise Superseded("a newer generation exists")
+            for backend in backends:
+                del self.uses[backend]
+
     def connected(self, backend: Any, *, may_be_given: bool = True) -> None:
         """Note that ``backend`` is connected. Raises Superseded if the generation is over, and then aborts ``backend``.
 

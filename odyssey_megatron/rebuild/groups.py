@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import Superseded
-from odyssey_megatron.plan.placing.groups import WORLD, outlives, way_of
+from odyssey_megatron.plan.placing.groups import WORLD, passes, way_of
 from odyssey_megatron.rebuild.abort import Abort, AbortableGroup, NcclAbort, abort_all
 from odyssey_megatron.rebuild.alone import Alone
 from odyssey_megatron.rebuild.hosts import StagedGroup
@@ -65,6 +65,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         """Whether no rank that goes on can have taken for a message what this rank's abort has left in a buffer."""
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._backends: dict[str, Any] = {}
         self._connected: dict[Any, Communicator] = {}
         """Backend -> communicator, for those that may outlive this generation."""
         self._goes_on: dict[str, Communicator] = {}
@@ -148,9 +149,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         if spare is None or world is None:
             return {}
         taken = spare.take(mine, self._groups[world], named[world])
-        for one in taken.values():
+        for name, one in taken.items():
             abort.adopt(one.backend, one.use)
-            self._connected[one.backend] = one
+            if not passes(name):
+                self._connected[one.backend] = one
         return {name: (one.backend, one.store) for name, one in taken.items()}
 
     def take_over(self, before: GroupSet) -> None:
@@ -164,8 +166,31 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             assert isinstance(ours, NcclAbort)
             theirs.give([one.backend for one in self._goes_on.values()], ours)
         for name, one in self._goes_on.items():
-            self._connected[one.backend] = one
+            if not passes(name):
+                self._connected[one.backend] = one
             self._register(name, one.backend, one.ranks, one.store)
+
+    @property
+    def can_part(self) -> bool:
+        """Whether groups can end before the generation does. Gloo's take no memory of a device, and by their end others
+        would see a rank die.
+        """
+        return self._devices.spare is not None
+
+    def part(self) -> None:
+        """End the groups that have had their use (``plan.placing.groups.passes``). All that went through them must be
+        complete on all their members. Raises Superseded.
+        """
+        over, abort = [name for name in self._groups if passes(name)], self._aborts[self._devices]
+        assert isinstance(abort, NcclAbort)
+        backends = [self._backends[name] for name in over]
+        abort.release(backends)
+        for name in over:
+            group = self._groups.pop(name)
+            c10d._cleanup_process_group_global_state(group)
+            if isinstance(group, AbortableGroup):
+                group.detach()
+        abort_all(backends)
 
     def _library(self, name: str) -> Library:
         return self._hosts if name.partition(".")[0] == WORLD else self._devices
@@ -187,7 +212,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         for group in self._groups.values():
             c10d._cleanup_process_group_global_state(group)
         last = [[group.detach()] for group in self._groups.values() if isinstance(group, AbortableGroup)]
-        self._groups = {}
+        self._groups, self._backends = {}, {}
         # Dropping the last reference runs a destructor that joins the group's threads. It waits for an operation that
         # was left in the group (abort_gloo.py), and no training thread, nor another group, must wait for that.
         for reference in last:
@@ -202,7 +227,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         elif len(ranks) > 1:
             abort = self._aborts[library]
             group = AbortableGroup(group, abort, use := abort.use_of(backend))
-            if use is not None and backend not in self._connected and outlives(name):
+            if use is not None and backend not in self._connected and not passes(name):
                 self._connected[backend] = Communicator(
                     name=name, number=self.number, ranks=ranks, backend=backend, store=store, use=use
                 )
@@ -211,7 +236,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         group._set_group_desc(torch_name)
         kind = library.kind if len(ranks) > 1 else "fake"
         register(group, torch_name, backend=kind, device=device, store=store, ranks=_Ranks(ranks, rank))
-        self._groups[name] = group
+        self._groups[name], self._backends[name] = group, backend
 
 
 class _Ranks(dict[int, int]):

@@ -157,7 +157,7 @@ def counted(name: str, job: JobSpec, profile: Profile, workers: int) -> tuple[di
         exactly(f"{name}_communicators_to_connect_told", told.anew, row["built"]),
         exactly(
             f"{name}_communicators_told_at_the_start",
-            communicators(start, cell, nodes=state.nodes).count,
+            communicators(start, cell, nodes=state.nodes).anew,
             row["at_the_start"],
         ),
         at_most(f"{name}_more_than_two_a_neighbour_and_one_a_block", max(one["over"] for one in rows), 0),

@@ -22,8 +22,15 @@ from odyssey_megatron.plan.placing.communicators import (
     connect_s,
     taken_bytes,
 )
-from odyssey_megatron.plan.placing.groups import WORLD, group_members, timed_group, timed_pairs, way_of
-from odyssey_megatron.plan.placing.memory import caps_beside, caps_for, minimum_bytes
+from odyssey_megatron.plan.placing.groups import (
+    WORLD,
+    group_members,
+    passes,
+    timed_group,
+    timed_pairs,
+    way_of,
+)
+from odyssey_megatron.plan.placing.memory import caps_for, minimum_bytes
 from odyssey_megatron.plan.placing.transfer import plan_transfers
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
@@ -40,7 +47,9 @@ CELLS = {
 
 
 def of_rank(plan, worker, cell, *, beside=False, first=False):
-    """The ranks of each group, and which way it is used. ``first``: with the one in which a link is timed."""
+    """Two lists of (ranks of a group, which way it is used): of those that it connects, and of those that it trains
+    with. ``first``: with the one in which a link is timed.
+    """
     mine = Cell(
         rank=worker * cell.full, size=cell.size, context=cell.context, lanes=cell.lanes, expert=cell.expert,
         expert_tensor=cell.expert_tensor,
@@ -49,7 +58,9 @@ def of_rank(plan, worker, cell, *, beside=False, first=False):
     for pair in timed_pairs(plan.layout) if first else ():
         if worker in pair:
             named |= timed_group(*(one * cell.full for one in pair))
-    return [(ranks, way_of(name)) for name, ranks in named.items() if len(ranks) > 1 and name != WORLD]
+    connects = {name: ranks for name, ranks in named.items() if len(ranks) > 1 and name != WORLD}
+    trains = {name for name in connects if beside or not passes(name)}
+    return [[(connects[name], way_of(name)) for name in names] for names in (connects, trains)]
 
 
 def plans(stages, replicas, policy, redundancy):
@@ -84,12 +95,16 @@ def test_what_is_said_is_what_ranks_have(stages, replicas, policy, cell):
     for plan, beside in ((healthy, False), (after, False), (back, True), (left, True)):
         needs, first = Needs(plan.layout, plan.transfers, beside), previous is None
         told = communicators(needs, cell, previous)
-        have = {
-            worker: Counter(of_rank(plan, worker, cell, beside=beside, first=first))
+        of_all = {
+            worker: of_rank(plan, worker, cell, beside=beside, first=first)
             for worker in healthy.layout.workers
             if worker in plan.layout.workers
         }
-        anew = {worker: own - there.get(worker, Counter()) for worker, own in have.items()}
+        anew = {
+            worker: Counter(connects) - there.get(worker, Counter())
+            for worker, (connects, _) in of_all.items()
+        }
+        have = {worker: Counter(trains) for worker, (_, trains) in of_all.items()}
         assert told.count == max(own.total() for own in have.values())
         assert told.anew == max(own.total() for own in anew.values())
         assert told.num_bytes == max(
@@ -98,9 +113,9 @@ def test_what_is_said_is_what_ranks_have(stages, replicas, policy, cell):
         )
         slowest_s = max((connect_s(len(ranks)) for own in anew.values() for ranks, _ in own), default=0.0)
         assert told.connect_s == pytest.approx(slowest_s)
-        if first:  # the pair in which links are timed has had its use
-            have = {worker: Counter(of_rank(plan, worker, cell)) for worker in have}
-        previous, there = needs, have
+        # What only served to begin is gone.
+        lasting = replace(plan, transfers=())
+        previous, there = needs, {worker: Counter(of_rank(lasting, worker, cell)[0]) for worker in have}
 
 
 def test_a_decision_for_gpus_says_what_it_connects():
@@ -152,7 +167,6 @@ def test_communicators_fill_what_is_kept_aside_first():
     ]
     assert taken == [0, 0, 4 * 2**30], "in steps"
     costs = replace(uniform_costs(10), tied=layer(0.0, 0.0, 0.0, 0), memory_bytes=1000)
-    given = caps_for(healthy.layout, costs)
-    caps = [caps_beside(taken, given, healthy.layout, costs)[0] for taken in (0, 1, 10**9)]
+    caps = [caps_for(healthy.layout, costs, None, taken)[0] for taken in (0, 1, 10**9)]
     assert caps[1] == caps[0] - 1
     assert caps[2] == minimum_bytes(healthy.layout, costs)[0], "what must be kept is kept: they may need less"

@@ -187,6 +187,8 @@ class Rank:
         """Of each step that came to its agreement, what this host had waited for its device for by then."""
         self.evaluated: dict[int, float] = {}
         """Behind so many steps."""
+        self.has: dict[int, int] = {}
+        """By generation, how many communicators it has behind the last of its steps there, without those on offer."""
         self._before = 0
         self._runtime: Any = None
         self.member: Any = None
@@ -247,6 +249,14 @@ class Rank:
                 }
 
     def _after_step(self, recovery: recover.Recovery) -> None:
+        number, on_offer = self._runtime.generation, f"groups/{self._runtime.generation + 1}/"
+        own = [
+            wire.name
+            for wire in self._job.wires.values()
+            for end in wire.ends.values()
+            if wire.connected and end.memory is self.memory and not end.aborted
+        ]
+        self.has[number] = sum(not name.startswith(on_offer) for name in own)
         if not self._job.case.evaluates:
             return
 
@@ -393,6 +403,20 @@ class Ended:
         assert after is not None
         told = communicators(after, self.case.cell(0), previous)
         return max(self.anew(number).values(), default=0), told.anew
+
+    @property
+    def all_told_lasting(self) -> dict[int, tuple[int, int]]:
+        """For each generation that steps were committed in, how many communicators a rank has behind them at most, and
+        how many ``plan/placing/communicators.py`` says that it has.
+        """
+        cell = self.case.cell(0)
+        return {
+            one.number: (
+                max(rank.has.get(one.number, 0) for rank in self.ranks),
+                communicators(Needs(one.plan.layout), cell).count,
+            )
+            for one in self.entered
+        }
 
     @property
     def all_told_anew(self) -> dict[int, tuple[int, int]]:

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from odyssey_megatron.plan.placing.groups import passes  # noqa: E402
 from tests.strict.cases import KINDS, TIGHT, changing  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.job import Kill  # noqa: E402
@@ -34,6 +35,17 @@ def test_what_both_plans_have_use_for_is_not_connected_anew(kind):
     told = check(changing(kind, 0), seed=1).all_told_anew
     assert len(told) > 1
     assert all(connected == said for connected, said in told.values()), told
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_had_its_use_is_ended(kind):
+    """By what layers moved, after a loss or behind a step, and by what links were timed: plans count on its memory."""
+    ended = check(changing(kind, 0), seed=1)
+    told = ended.all_told_lasting
+    assert len(told) > 1
+    assert all(has == said for has, said in told.values()), told
+    names = {name for one in told for name in ended.connected(one)}
+    assert any(map(passes, names))
 
 
 @pytest.mark.matrix

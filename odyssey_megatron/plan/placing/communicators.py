@@ -55,11 +55,11 @@ class Communicators:
     """Communicators of one plan; each number is that of the rank where it is largest."""
 
     count: int
-    """Number of communicators of a rank."""
+    """Number of communicators of a rank while it trains."""
     anew: int
     """Number of communicators that the plan before does not have."""
     num_bytes: int
-    """GPU memory of all of a rank's communicators, at most."""
+    """GPU memory of all these of a rank, at most."""
     connect_s: float
     """Time to connect the slowest of the new ones; 0.0: there are none."""
 
@@ -91,19 +91,26 @@ class Needs(NamedTuple):
 
     @property
     def ways(self) -> Counter[Channel]:
-        """Channel -> its number of communicators of two ranks."""
+        """Channel -> its number of communicators of two ranks when the plan begins."""
         if not self.beside:
             return Counter(channels(self.layout, self.transfers))
         return Counter([*channels(self.layout), *{(one.source, one.target) for one in self.transfers}])
 
+    @property
+    def lasting(self) -> Counter[Channel]:
+        """The same behind its first step: those by which only layers move have ended
+        (``execute/regrouping.py``).
+        """
+        return Counter(channels(self.layout))
 
-def taken_bytes(plan: Needs, job: JobSpec, previous: Needs | None = None) -> int:
+
+def taken_bytes(plan: Needs, job: JobSpec) -> int:
     """Return the GPU memory that communicators of ``plan`` take of what plans may use: what they need beyond
-    ``JobSpec.aside_bytes``, in steps of :data:`_STEP_BYTES`. ``previous``: see :func:`communicators`.
+    ``JobSpec.aside_bytes``, in steps of :data:`_STEP_BYTES`.
     """
     if job.aside_bytes is None:
         return 0
-    more = communicators(plan, job.cell(0), previous).num_bytes - job.aside_bytes
+    more = communicators(plan, job.cell(0)).num_bytes - job.aside_bytes
     return max(0, -(-more // _STEP_BYTES) * _STEP_BYTES)
 
 
@@ -115,13 +122,14 @@ def communicators(
     Args:
         previous: the plan that the job has been carrying out. Its communicators with the same members and the same use
             are taken over: all of them between two steps; after a failure those on which nothing is outstanding. None:
-            nothing is connected yet. Then most ranks have one more, with another rank, in which they time their link.
+            nothing is connected yet. Then most ranks connect one more, with another, in which they time their link.
         nodes: worker -> its node, by which they do so (``plan/placing/groups.timed_pairs``).
     """
     within = tuple(len(ranks) for ranks in groups_of_cell(cell).values())
     sizes, anew = defaultdict[_Sizes, Counter[int]](Counter), defaultdict[_Sizes, Counter[int]](Counter)
-    ways, there = plan.ways, previous.ways if previous else Counter[Channel]()
-    sizes[2,].update(chain.from_iterable(ways.elements()))
+    ways, there = plan.ways, previous.lasting if previous else Counter[Channel]()
+    # Layers that move before the first step take no communicator's memory from it.
+    sizes[2,].update(chain.from_iterable((ways if plan.beside else plan.lasting).elements()))
     anew[2,].update(chain.from_iterable((ways - there).elements()))
     known = Counter(block.holders for block in (previous.layout.blocks() if previous else ()))
     workers_before = {*chain(*there, *known)}
@@ -135,12 +143,11 @@ def communicators(
             known[block.holders] -= 1
         else:
             anew[alike[number]].update(block.holders)
-    workers = sorted({*chain.from_iterable(sizes.values())})  # also those that only send a layer
+    workers = sorted({*chain(*sizes.values(), *ways)})  # also those that only send a layer
     sizes[within].update(workers)
     anew[within].update({*workers} - workers_before)
     if previous is None:
-        for each in (sizes, anew):
-            each[2,].update(chain.from_iterable(timed_pairs(plan.layout, nodes)))
+        anew[2,].update(chain.from_iterable(timed_pairs(plan.layout, nodes)))
     return Communicators(
         count=_most(sizes, len),
         anew=_most(anew, len),

@@ -21,6 +21,7 @@ WORLD = "world"
 NO_NODES: Mapping[int, int] = MappingProxyType({})
 
 _PAIR = "pair:"
+_MOVES = ">>"
 
 Channel = tuple[int, int]
 """(sending worker, receiving worker)."""
@@ -32,8 +33,8 @@ def channel_name(source: int, target: int) -> str:
 
 
 def moves_name(source: int, target: int) -> str:
-    """Return the name of the channel of layers that move from worker ``source`` to ``target`` beside messages."""
-    return f"{source}>>{target}"
+    """Return the name of the channel by which only layers move from worker ``source`` to ``target``."""
+    return f"{source}{_MOVES}{target}"
 
 
 def way_of(name: str) -> Channel | None:
@@ -48,9 +49,11 @@ def way_of(name: str) -> Channel | None:
     return (0, 1) if int(source) < int(target.lstrip(">").partition(".")[0]) else (1, 0)
 
 
-def outlives(name: str) -> bool:
-    """Whether the next generation may keep a group's communicator. Not if it only served to time a link."""
-    return not name.startswith(_PAIR)
+def passes(name: str) -> bool:
+    """Whether a group has had its use after the first step of its generation: layers moved through it, or it served to
+    time a link.
+    """
+    return name.startswith(_PAIR) or _MOVES in name
 
 
 def channels(layout: Layout, transfers: Iterable[Transfer] = ()) -> set[Channel]:
@@ -70,9 +73,8 @@ def _channels_of(
         (worker, one.peer) if one.op in SEND else (one.peer, worker) for one in program if one.op in MESSAGE
     }
     moves = {(one.source, one.target) for one in transfers if worker in (one.source, one.target)}
-    if beside:
-        return {channel_name(*one): one for one in ends} | {moves_name(*one): one for one in moves}
-    return {channel_name(*one): one for one in ends | moves}
+    apart = moves if beside else moves - ends
+    return {channel_name(*one): one for one in ends} | {moves_name(*one): one for one in apart}
 
 
 def block_group_name(first: int, last: int, part: int, parts: int) -> str:

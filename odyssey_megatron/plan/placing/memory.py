@@ -107,6 +107,7 @@ def activation_caps(
     *,
     extra: int = 0,
     budget_bytes: int | None = None,
+    taken_bytes: int = 0,
     shares: Mapping[int, Share] | None = None,
 ) -> dict[int, int]:
     """Return, for each worker, the bytes of activations that a schedule may keep, counted as for a whole cell's rank.
@@ -115,6 +116,7 @@ def activation_caps(
         extra: number of microbatches above 1F1B's in-flight number.
         budget_bytes: memory of one worker for state and activations. All of it that the state leaves
             may be used, wherever in the pipeline the worker is, and ``extra`` does not matter.
+        taken_bytes: the part of it that something else may fill, so that only what must be kept is kept there.
         shares: those of workers that are not whole cells. Their budget is scaled down, since what fills one of their
             ranks takes less memory on a whole cell's rank.
 
@@ -140,36 +142,25 @@ def activation_caps(
                 f"worker {worker}{ranks} needs {needs[0]} ({needs[1]} of state, {needs[2]} of activations at the "
                 f"least), and {size_text(budget_bytes)} may be used"
             )
-    return {worker: max(least, budget[worker] - most[worker]) for worker, least in floor.items()}
-
-
-def caps_beside(
-    taken_bytes: int,
-    caps: dict[int, int],
-    layout: Layout,
-    costs: Costs,
-    shares: Mapping[int, Share] | None = None,
-) -> dict[int, int]:
-    """Return ``caps`` where something else may fill ``taken_bytes`` of each worker's memory: only what must be kept is
-    kept there. For the other arguments see :func:`caps_for`.
-    """
-    if not taken_bytes or costs.memory_bytes is None:
-        return caps
-    shares = shares or {}
+    taken = {worker: int(taken_bytes * shares.get(worker, WHOLE_CELL).ranks) for worker in floor}
     return {
-        worker: max(least, caps[worker] - int(taken_bytes * shares.get(worker, WHOLE_CELL).ranks))
-        for worker, least in minimum_bytes(layout, costs).items()
+        worker: max(least, budget[worker] - taken[worker] - most[worker]) for worker, least in floor.items()
     }
 
 
-def caps_for(layout: Layout, costs: Costs, shares: Mapping[int, Share] | None = None) -> dict[int, int]:
+def caps_for(
+    layout: Layout, costs: Costs, shares: Mapping[int, Share] | None = None, taken_bytes: int = 0
+) -> dict[int, int]:
     """Return the bytes of activations for each worker. Raises PlanInfeasible if it has too little memory.
 
+    ``taken_bytes``: those that something else may fill; see :func:`activation_caps`.
     GPUs are alike, so if memory is not known each worker may use as much as 1F1B's fullest worker needs. A worker that
     is not a whole cell (``shares``) may use what it needs itself, or no plan would have it.
     """
     if costs.memory_bytes is not None:
-        return activation_caps(layout, costs, budget_bytes=costs.memory_bytes, shares=shares)
+        return activation_caps(
+            layout, costs, budget_bytes=costs.memory_bytes, taken_bytes=taken_bytes, shares=shares
+        )
     caps = activation_caps(layout, costs, budget_bytes=fullest_bytes(layout, costs))
     own = activation_caps(layout, costs) if shares else {}
     return caps | {worker: own[worker] for worker in own.keys() & (shares or {}).keys()}
