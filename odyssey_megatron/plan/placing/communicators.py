@@ -110,7 +110,8 @@ def taken_bytes(plan: Needs, job: JobSpec) -> int:
     """
     if job.aside_bytes is None:
         return 0
-    more = communicators(plan, job.cell(0)).num_bytes - job.aside_bytes
+    sizes, _ = _in_steps(plan, job.cell(0))
+    more = _most(sizes, _bytes_of_all) - job.aside_bytes
     return max(0, -(-more // _STEP_BYTES) * _STEP_BYTES)
 
 
@@ -125,35 +126,45 @@ def communicators(
             nothing is connected yet. Then most ranks connect one more, with another, in which they time their link.
         nodes: worker -> its node, by which they do so (``plan/placing/groups.timed_pairs``).
     """
-    within = tuple(len(ranks) for ranks in groups_of_cell(cell).values())
-    sizes, anew = defaultdict[_Sizes, Counter[int]](Counter), defaultdict[_Sizes, Counter[int]](Counter)
+    sizes, of_block, anew = *_in_steps(plan, cell), defaultdict[_Sizes, Counter[int]](Counter)
     ways, there = plan.ways, previous.lasting if previous else Counter[Channel]()
-    # Layers that move before the first step take no communicator's memory from it.
-    sizes[2,].update(chain.from_iterable((ways if plan.beside else plan.lasting).elements()))
     anew[2,].update(chain.from_iterable((ways - there).elements()))
     known = Counter(block.holders for block in (previous.layout.blocks() if previous else ()))
     workers_before = {*chain(*there, *known)}
-    alike: dict[int, _Sizes] = {}
     for block in plan.layout.blocks():
-        number = len(block.holders)
-        if number not in alike:
-            alike[number] = _of_block(block, cell)
-        sizes[alike[number]].update(block.holders)
         if known[block.holders]:
             known[block.holders] -= 1
         else:
-            anew[alike[number]].update(block.holders)
-    workers = sorted({*chain(*sizes.values(), *ways)})  # also those that only send a layer
-    sizes[within].update(workers)
-    anew[within].update({*workers} - workers_before)
+            anew[of_block[len(block.holders)]].update(block.holders)
+    anew[_within(cell)].update({*chain(*sizes.values(), *ways)} - workers_before)
     if previous is None:
         anew[2,].update(chain.from_iterable(timed_pairs(plan.layout, nodes)))
     return Communicators(
         count=_most(sizes, len),
         anew=_most(anew, len),
-        num_bytes=_most(sizes, lambda own: sum(map(_bytes, own))),
+        num_bytes=_most(sizes, _bytes_of_all),
         connect_s=max((connect_s(size) for own, used in anew.items() if used for size in own), default=0.0),
     )
+
+
+def _in_steps(plan: Needs, cell: Cell) -> tuple[dict[_Sizes, Counter[int]], dict[int, _Sizes]]:
+    """Return, for each kind of groups that ranks have while they train, how often each worker has it; and the groups of
+    a block by its number of holders.
+    """
+    sizes, of_block = defaultdict[_Sizes, Counter[int]](Counter), dict[int, _Sizes]()
+    # Layers that move before the first step take no communicator's memory from it.
+    sizes[2,].update(chain.from_iterable((plan.ways if plan.beside else plan.lasting).elements()))
+    for block in plan.layout.blocks():
+        number = len(block.holders)
+        if number not in of_block:
+            of_block[number] = _of_block(block, cell)
+        sizes[of_block[number]].update(block.holders)
+    sizes[_within(cell)].update({*chain(*sizes.values(), *plan.ways)})  # also those that only send a layer
+    return sizes, of_block
+
+
+def _within(cell: Cell) -> _Sizes:
+    return tuple(len(ranks) for ranks in groups_of_cell(cell).values())
 
 
 def _most(sizes: Mapping[_Sizes, Counter[int]], each: Callable[[_Sizes], int]) -> int:
@@ -172,5 +183,5 @@ def _of_block(block: Block, cell: Cell) -> _Sizes:
     return tuple(len(ranks) for ranks in groups_of_block(block, first).values())
 
 
-def _bytes(size: int) -> int:
-    return PAIR_BYTES if size == 2 else GROUP_BYTES
+def _bytes_of_all(sizes: _Sizes) -> int:
+    return sum(PAIR_BYTES if size == 2 else GROUP_BYTES for size in sizes)
