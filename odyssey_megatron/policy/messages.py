@@ -7,8 +7,9 @@ none fits, an interrupted step is done again instead.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.plan import Plan
@@ -25,6 +26,28 @@ _LONG = 1.25
 """Multiple of what no step is shorter than, whatever memory there is, from which on memory may be to blame for it. Of
 the rows of ``tests/benchmarks/policies.py`` with free memory none is above 1.17.
 """
+
+
+class Worth(NamedTuple):
+    """With how many living workers messages are worth their memory, as far as that has been worked out.
+
+    With more workers each of them has less state. So what holds with some number holds with more, or with fewer.
+    """
+
+    fewest: int = sys.maxsize
+    """The least number with which they are."""
+    most: int = 0
+    """The largest number with which they are not."""
+
+    def known(self, workers: int) -> bool | None:
+        """Return whether they are worth it with so many workers; None if that is not known."""
+        return True if workers >= self.fewest else False if workers <= self.most else None
+
+    def noted(self, workers: int, pays: bool) -> Worth:
+        """Return what is known once it has been worked out for so many workers."""
+        if pays:
+            return self._replace(fewest=min(self.fewest, workers))
+        return self._replace(most=max(self.most, workers))
 
 
 def planned_with_or_without(
@@ -51,21 +74,26 @@ def planned_with_or_without(
 
 
 def decided_with_or_without(
-    decide: Callable[[Profile], Decided], profile: Profile, bound_s: Callable[[], float] | None
+    decide: Callable[[Profile], Decided],
+    profile: Profile,
+    bound_s: Callable[[], float],
+    pays: bool | None = None,
 ) -> tuple[Decided, Profile]:
     """Return what ``decide`` gives, and the profile that it is for: ``profile``, or without messages.
 
     That is so where nothing fits with them, or steps are long and would be shorter without.
 
     Args:
-        bound_s: gives a time that no step is shorter than, whatever memory there is. Called if there is a plan. None:
-            messages are known to be worth their memory.
+        bound_s: gives a time that no step is shorter than, whatever memory there is. Called if there is a plan.
+        pays: whether messages are known to be worth their memory; None: not known.
 
     Raises:
         PlanInfeasible: neither fits.
     """
+    if pays is False and profile.costs.keeps_messages:
+        profile = profile.without_messages
     kept, fits = _fitting(decide, profile)
-    if bound_s is None or not fits.costs.keeps_messages or fits.costs.memory_bytes is None:
+    if pays or not fits.costs.keeps_messages or fits.costs.memory_bytes is None:
         return kept, fits
     limit_s = _LONG * bound_s()
     # The plan that it comes to is worked out only if need be.

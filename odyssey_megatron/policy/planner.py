@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,10 +73,8 @@ class PolicyPlanner:
         self._start_s: float | None = None
         """The time from the job's start until it trained; None until somebody has measured anything."""
         self._shortages = Shortages()
-        self._fewest_with_messages = sys.maxsize
-        """The least number of living workers for which a rehearsal by the costs in use has found that messages are
-        worth their memory. They are then with more workers, too, each of which has less state.
-        """
+        self._messages = messages.Worth()
+        """What rehearsals by the costs in use have found."""
         self._compares = config.layout != "auto"
         """Whether it is yet to be said what the best layout would gain."""
 
@@ -192,18 +189,18 @@ class PolicyPlanner:
         for left in found[:1]:
             profile = self._with_or_without_messages(left, current, profile, now_s)
         prepare(self._job, state, profile, is_measured=True)
-        fewest = len(state.workers) + 1
+        worth = messages.Worth()
         for left in sorted(found, key=lambda one: len(one.alive)):
 
             def decided(profile: Profile, left: ClusterState = left) -> Decided:
                 return self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
 
             with contextlib.suppress(OdysseyError):
-                pays = len(left.alive) >= fewest
-                if self._with_or_without(left, decided, profile, pays=pays)[1] is profile:
-                    fewest = min(fewest, len(left.alive))
+                pays = worth.known(len(left.alive)) or None
+                _, used = self._with_or_without(left, decided, profile, pays=pays)
+                worth = worth.noted(len(left.alive), used is profile)
         # Once all that goes by it is worked out:
-        self.known.used, self._fewest_with_messages = profile, fewest
+        self.known.used, self._messages = profile, worth
         self._compare(state, current, profile)
 
     def _with_or_without_messages(
@@ -385,7 +382,7 @@ class PolicyPlanner:
         are kept. Raises PlanInfeasible.
         """
         used = self.known.used
-        pays = len(state.alive) >= self._fewest_with_messages
+        pays = self._messages.known(len(state.alive))
         found, profile = self._with_or_without(state, decided, used, pays=pays)
         if profile is not used:
             self._keep_no_messages()
@@ -397,12 +394,9 @@ class PolicyPlanner:
         decided: Callable[[Profile], Decided],
         profile: Profile,
         *,
-        pays: bool = False,
+        pays: bool | None = None,
     ) -> tuple[Decided, Profile]:
-        """Return what is ``decided`` for ``state``, and the profile that it is for: ``profile``, or without messages.
-
-        ``pays``: messages are known to be worth their memory, if there is a plan with them.
-        """
+        """See ``messages.decided_with_or_without``, for what is ``decided`` for ``state``."""
         if self._job.eager_forwards:  # these go on by messages
             return decided(profile), profile
 
@@ -410,7 +404,7 @@ class PolicyPlanner:
             speeds = worker_speeds(state)
             return cluster_bound_s(self._job.num_microbatches, profile.costs, state.alive, speeds)
 
-        return messages.decided_with_or_without(decided, profile, None if pays else bound_s)
+        return messages.decided_with_or_without(decided, profile, bound_s, pays)
 
     def _with_less(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""

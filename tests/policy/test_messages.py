@@ -96,6 +96,21 @@ def test_what_a_rehearsal_found_to_pay_is_not_looked_at_once_more(monkeypatch):
     assert len(decided) == 1
 
 
+def test_what_a_rehearsal_found_not_to_pay_is_done_without_at_once(monkeypatch):
+    """A job whose single losses are mended with messages, and where three are dead better without."""
+    decided = []
+    monkeypatch.setattr(planner_module, "decide", lambda **given: decided.append(given) or decide(**given))
+    planner, plan = started(35)
+    before = planner.decide(left_of(0, 3, 5), plan, 0.1).plan
+    assert len(decided) == 2
+    planner, plan = started(35)
+    planner.rehearse(STATE, plan, 0.5)
+    decided.clear()
+    found = planner.decide(left_of(0, 3, 5), plan, 1.0).plan
+    assert (found, len(decided)) == (before, 1)
+    assert not found.keeps_messages
+
+
 def test_they_must_save_more_than_they_cost():
     """A failure without them costs half a step; one an hour is worth a thousandth of a step of 7.2 s."""
     (_, plan), given = started(60), profile(60)
