@@ -122,6 +122,8 @@ class Session:
         self.config, self.member, self._journal = config, member, journal
         self.rank, self.world_size = member.rank, member.world_size
         self._has_trained = False
+        self.injector = Injector(config.injections, member.rank, journal, member.incarnation)
+        """Fires the faults that this rank is to have, wherever in the job they are armed for."""
 
     @classmethod
     @contextmanager
@@ -327,7 +329,6 @@ class Session:
 
         self.member.starting.wait_all("model-built")
         libraries = libraries_for(self.config)
-        injector = Injector(self.config.injections, self.rank, self._journal, self.member.incarnation)
         rank = RankRuntime(
             config=self.config,
             member=self.member,
@@ -336,9 +337,9 @@ class Session:
                 self.member, number, named, self.config, libraries, before
             ),
             tagged_messages=not self.config.uses_nccl,
-            fault_point=injector.at,
-            slowness=injector.slowness,
-            slow_links=injector.slow_links,
+            fault_point=self.injector.at,
+            slowness=self.injector.slowness,
+            slow_links=self.injector.slow_links,
             journal=self._journal,
             on_commit=on_commit,
             on_groups=on_groups,

@@ -23,6 +23,7 @@ def saved_ragged(jobs):
     )  # fmt: skip
     assert run.exit_code == 0, run.log[-4000:]
     assert run.killed == [0, 4, 5]
+    assert {event["at"] for event in run.named("injected")} == {"backward", "forward", "checkpoint"}
     assert (
         run.log.count("--ckpt-format changes nothing with --odyssey: checkpoints are saved as torch_dist")
         == 1

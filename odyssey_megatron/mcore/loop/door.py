@@ -22,7 +22,6 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import check_world
 from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError
-from odyssey_megatron.launch.rank.injector import Injector
 from odyssey_megatron.mcore.loop import (
     arguments,
     checkpoint,
@@ -313,8 +312,7 @@ class Door:
             groups=self._groups,
             chunks=self._chunks,
         )
-        injector = Injector(self._config.injections, session.rank, None, session.member.incarnation)
-        self._saves.attach(session, runtime, model, injector.at)
+        self._saves.attach(session, runtime, model, session.injector.at)
         if not session.member.joins:
             work.recovery.carry_out(lambda generation: None)
             work.leave_start()
