@@ -185,12 +185,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         assert isinstance(abort, NcclAbort)
         backends = [self._backends[name] for name in over]
         abort.release(backends)
-        for name in over:
-            group = self._groups.pop(name)
-            c10d._cleanup_process_group_global_state(group)
-            if isinstance(group, AbortableGroup):
-                group.detach()
         abort_all(backends)
+        backends.clear()
+        self._bury(over)
 
     def _library(self, name: str) -> Library:
         return self._hosts if name.partition(".")[0] == WORLD else self._devices
@@ -209,14 +206,20 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self._forget(self.number)
         for abort in self._aborts.values():
             abort.close()
-        for group in self._groups.values():
+        self._bury([*self._groups])
+
+    def _bury(self, names: Collection[str]) -> None:
+        """Let go of groups whose operations have ended."""
+        last = []
+        for name in names:
+            group, backend = self._groups.pop(name), [self._backends.pop(name)]
             c10d._cleanup_process_group_global_state(group)
-        last = [[group.detach()] for group in self._groups.values() if isinstance(group, AbortableGroup)]
-        self._groups, self._backends = {}, {}
+            if isinstance(group, AbortableGroup):
+                last.append([group.detach(), backend.pop()])
         # Dropping the last reference runs a destructor that joins the group's threads. It waits for an operation that
         # was left in the group (abort_gloo.py), and no training thread, nor another group, must wait for that.
-        for reference in last:
-            threading.Thread(target=reference.clear, name=BURYING, daemon=True).start()
+        for references in last:
+            threading.Thread(target=references.clear, name=BURYING, daemon=True).start()
 
     def _register(self, name: str, backend: Any, ranks: tuple[int, ...], store: dist.Store) -> None:
         library, rank = self._library(name), self._rank
