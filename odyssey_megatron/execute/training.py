@@ -75,8 +75,6 @@ class Training:
         with trace.stepping():
             self.at_hand.commit(totals)
         self.groups.count(self.position.votes)
-        if self.chronicle.steps_here == 0:
-            self.groups.part(together=True)  # who has agreed has what it lacked
         self.spread_weights()
         self.member.liveness.rest(behind_step=True)
         layout, worker = self.assignment.layout, self.assignment.worker
@@ -89,6 +87,8 @@ class Training:
             expert_loads=self.model.end.expert_loads,
             is_whole=self.model.microbatches_of(step) == layout.num_microbatches,
         )
+        if self.assignment.generation.planned and self.chronicle.steps_here == 1:
+            self.groups.part(together=True)  # who has agreed on the step has what it lacked
         if trace.measured:
             self.model.end.timed(trace.compute_s)
         if self.groups.boundary or self.member.liveness.asked == Ask.LEAVE:

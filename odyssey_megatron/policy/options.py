@@ -32,6 +32,7 @@ class Drawn:
     caps: dict[int, int]
     """What each worker may keep in memory: see :func:`caps_for`. Communicators take what they need first."""
     bound: Bound
+    """The lower bound of its step, for any caps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self._aborts = {library: library.new_abort() for library in dict.fromkeys((devices, hosts))}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._backends: dict[str, Any] = {}
+        """Group's name -> backend."""
         self._connected: dict[Any, Communicator] = {}
         """Backend -> communicator, for those that may outlive this generation."""
         self._goes_on: dict[str, Communicator] = {}
@@ -151,8 +152,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         taken = spare.take(mine, self._groups[world], named[world])
         for name, one in taken.items():
             abort.adopt(one.backend, one.use)
-            if not passes(name):
-                self._connected[one.backend] = one
+            self._keep(name, one)
         return {name: (one.backend, one.store) for name, one in taken.items()}
 
     def take_over(self, before: GroupSet) -> None:
@@ -166,9 +166,13 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             assert isinstance(ours, NcclAbort)
             theirs.give([one.backend for one in self._goes_on.values()], ours)
         for name, one in self._goes_on.items():
-            if not passes(name):
-                self._connected[one.backend] = one
+            self._keep(name, one)
             self._register(name, one.backend, one.ranks, one.store)
+
+    def _keep(self, name: str, one: Communicator) -> None:
+        """Note that ``one``, the communicator of group ``name``, may outlive this generation, if it may."""
+        if not passes(name):
+            self._connected[one.backend] = one
 
     @property
     def can_part(self) -> bool:
@@ -197,7 +201,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         if self._devices.spare is not None:
             clean = self._aborts[self._devices].hand_over()
             self._devices.spare.lay_by([self._connected[one] for one in clean if one in self._connected])
-            # Backends that were connected too late to become a group.
+            # Backends that were connected too late to become a group, or whose groups are only to begin with.
             abort_all([one for one in clean if one not in self._connected])
         self.close()
 
@@ -230,10 +234,11 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         elif len(ranks) > 1:
             abort = self._aborts[library]
             group = AbortableGroup(group, abort, use := abort.use_of(backend))
-            if use is not None and backend not in self._connected and not passes(name):
-                self._connected[backend] = Communicator(
+            if use is not None and backend not in self._connected:
+                one = Communicator(
                     name=name, number=self.number, ranks=ranks, backend=backend, store=store, use=use
                 )
+                self._keep(name, one)
         torch_name: Any = f"{name}@{self.number}"  # from torch 2.13 on the type is a NewType
         group._set_group_name(torch_name)
         group._set_group_desc(torch_name)
