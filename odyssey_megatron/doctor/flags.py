@@ -14,6 +14,7 @@ from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Job
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import nearest
 from odyssey_megatron.upstream import refusals, smaller
+from odyssey_megatron.upstream.refusals import Argument
 
 _SETTINGS = frozenset(flag_of(one) for one in fields(OdysseyConfig))
 BARE = frozenset(flag_of(one) for one in fields(OdysseyConfig) if "bare" in one.metadata)
@@ -22,21 +23,26 @@ _CONSTANTS = {"True": True, "False": False}
 
 
 @functools.cache
-def recorded(tag: str) -> dict[str, tuple[str, Any]]:
-    """Return each flag of Megatron's own parser in ``tag``: its destination, and what it sets if it takes no value."""
+def recorded(tag: str) -> dict[str, Argument]:
+    """Return each flag of Megatron's own parser in ``tag``."""
     known = {}
     for line in (patch.data() / tag / "arguments.txt").read_text().splitlines():
-        flag, _, rest = line.partition(" ")
+        flag, rest, *takes = line.split()
         dest, _, const = rest.partition("=")
-        known[flag] = (dest, _CONSTANTS.get(const))
+        known[flag] = Argument(dest, _CONSTANTS.get(const), *takes)
     return known
 
 
-def known_to(version: str | None) -> dict[str, tuple[str, Any]]:
-    """Return the flags of ``version``, or those of all recorded versions together if it is not one of them."""
-    patches = patch.supported()
-    tags = [one.tag for one in patches if one.version == version] or [one.tag for one in patches]
-    return {flag: found for tag in tags for flag, found in recorded(tag).items()}
+def known_to(version: str | None) -> dict[str, Argument]:
+    """Return the flags of ``version``, or those of all recorded versions together if it is not one of them. These take
+    any value, unless all versions agree.
+    """
+    patches, known = patch.supported(), dict[str, Argument]()
+    for tag in [one.tag for one in patches if one.version == version] or [one.tag for one in patches]:
+        for flag, found in recorded(tag).items():
+            agreed = known.get(flag, found).takes == found.takes
+            known[flag] = found if agreed else found._replace(takes="")
+    return known
 
 
 def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.MegatronParser, list[str]]:
@@ -85,6 +91,8 @@ def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
     state = WARNING if job.config.mode == "observe" else PROBLEM
     for one in refusals.refused(args, parser):
         yield _row(one.flag, state, f"{one.verdict}: {one.reason}", one.remedy)
+    for flag, what in refusals.misread(job.flags, known_to(version)).items():
+        yield _row(flag, PROBLEM, what, "Megatron-LM's arguments.py says what the flag means.")
     ignored = {flag for flag, _ in refusals.ignored(args, parser)} if job.config.is_strict else ()
     for flag, why in refusals.moot(args, parser):
         bad, remedy = flag in ignored, "Leave it out, or leave out --odyssey-strict."

@@ -19,6 +19,7 @@ from odyssey_megatron.doctor.launch_script import LaunchCommand, launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import nearest, read_text
 from odyssey_megatron.upstream import refusals
+from odyssey_megatron.upstream.refusals import Argument
 from odyssey_megatron.upstream.refused import TRIED
 
 STARTED_WITH = "--job 'NAME=VALUE train.sh ARGUMENT ...'"
@@ -109,6 +110,7 @@ def judged(
     other = refusals.script_refused(script)
     return LineVerdict(
         refused=({name: other} if other else {})
+        | refusals.misread(flags, known_to(version))
         | refusals.reasons(args, parser, config.accepted, strict=config.is_strict),
         ignored=({} if config.is_strict else ignored) | dict(config.without_effect(distributed=distributed)),
         cautions=dict(refusals.cautions(args)),
@@ -144,10 +146,10 @@ def choices_told(choices: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def _unread(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> Iterator[str]:
+def _unread(flags: Sequence[str], known: Mapping[str, Argument]) -> Iterator[str]:
     """Yield variables and commands that are not the value of a flag."""
     for before, word in pairwise(["", *flags]):
-        takes_one = before not in BARE and known.get(before, ("", None))[1] is None
+        takes_one = before not in BARE and known.get(before, Argument("")).const is None
         is_value = before.startswith("--") and "=" not in before and takes_one
         if word.startswith("$") and not is_value:
             yield word

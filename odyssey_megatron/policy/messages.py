@@ -11,8 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.plan.checking.bound import cluster_bound_s
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.policy.case import worker_speeds
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decided import Decided
 from odyssey_megatron.policy.shapes.pipelines import ALIKE
@@ -76,26 +80,30 @@ def planned_with_or_without(
 def decided_with_or_without(
     decide: Callable[[Profile], Decided],
     profile: Profile,
-    bound_s: Callable[[], float],
+    job: JobSpec,
+    state: ClusterState,
     pays: bool | None = None,
 ) -> tuple[Decided, Profile]:
-    """Return what ``decide`` gives, and the profile that it is for: ``profile``, or without messages.
+    """Return what ``decide`` gives for ``state``, and the profile that it is for: ``profile``, or without messages.
 
-    That is so where nothing fits with them, or steps are long and would be shorter without.
+    That is so where nothing fits with them, or steps are long and would be shorter without. Forwards that run ahead
+    need messages.
 
     Args:
-        bound_s: gives a time that no step is shorter than, whatever memory there is. Called if there is a plan.
         pays: whether messages are known to be worth their memory; None: not known.
 
     Raises:
         PlanInfeasible: neither fits.
     """
+    if job.eager_forwards:
+        return decide(profile), profile
     if pays is False and profile.costs.keeps_messages:
         profile = profile.without_messages
     kept, fits = _fitting(decide, profile)
     if pays or not fits.costs.keeps_messages or fits.costs.memory_bytes is None:
         return kept, fits
-    limit_s = _LONG * bound_s()
+    speeds = worker_speeds(state)
+    limit_s = _LONG * cluster_bound_s(job.num_microbatches, profile.costs, state.alive, speeds)
     # The plan that it comes to is worked out only if need be.
     if kept.plan.step_s > limit_s and kept.last.step_s > limit_s:
         without = profile.without_messages

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import ClusterState, apply, with_speeds, without, without_fresh
+from odyssey_megatron.cluster.state import ClusterState, with_speeds, without, without_fresh
 from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
-from odyssey_megatron.errors import ConfigError, LayersLost, OdysseyError, PlanInfeasible
-from odyssey_megatron.plan.checking.bound import cluster_bound_s
+from odyssey_megatron.errors import ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.plan.placing.transfer import check_living
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy import messages, redundancy, replacing
-from odyssey_megatron.policy.case import worker_shares, worker_speeds
+from odyssey_megatron.policy.case import worker_shares
 from odyssey_megatron.policy.costs.known import KnownCosts
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.decided import Decided
 from odyssey_megatron.policy.heavier import Shortages
 from odyssey_megatron.policy.initial import beside_launch_line, best_plan, initial_plan
-from odyssey_megatron.policy.preparing import incidents, prepare
 from odyssey_megatron.policy.redundancy import RedundantPlan
+from odyssey_megatron.policy.rehearsing import rehearse
 from odyssey_megatron.policy.replacing import Smaller, WithoutThem
 from odyssey_megatron.policy.score import mean_time_between_failures_s, restart_cost_s
 from odyssey_megatron.policy.shapes.turns import TURNS
@@ -179,50 +176,22 @@ class PolicyPlanner:
         return self.known.learn(observations, incarnations, state.nodes)
 
     def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
-        profile, found = self.known.newest(), list[ClusterState]()
-        for incident in incidents(current, state):
-            left = state
-            for rank in incident:
-                left = apply(left, RankDied(rank=rank, code=0, cause="rehearsal", t_s=now_s))
-            if left.alive:
-                found.append(left)
-        for left in found[:1]:
-            profile = self._with_or_without_messages(left, current, profile, now_s)
-        prepare(self._job, state, profile, is_measured=True)
-        worth = messages.Worth()
-        for left in sorted(found, key=lambda one: len(one.alive)):
-
-            def decided(profile: Profile, left: ClusterState = left) -> Decided:
-                return self._going_on(left, current, profile, now_s, home=self._home, thorough=True)
-
-            with contextlib.suppress(OdysseyError):
-                pays = worth.known(len(left.alive)) or None
-                _, used = self._with_or_without(left, decided, profile, pays=pays)
-                worth = worth.noted(len(left.alive), used is profile)
-        # Once all that goes by it is worked out:
-        self.known.used, self._messages = profile, worth
-        self._compare(state, current, profile)
-
-    def _with_or_without_messages(
-        self, left: ClusterState, current: Plan, profile: Profile, now_s: float
-    ) -> Profile:
-        """Return ``profile``, for plans without messages if the first loss, of which ``left`` is left, is better mended
-        by one.
-        """
-
-        def plan(profile: Profile) -> Plan:
-            return self._going_on(left, current, profile, now_s, home=self._home, thorough=True).last
-
-        if self._job.eager_forwards:  # these go on by messages
-            return profile
-        mtbf_s = mean_time_between_failures_s(left, self._config.mtbf_s, now_s)
-        try:
-            _, found = messages.planned_with_or_without(plan, profile, mtbf_s)
-        except OdysseyError:
-            return profile
-        if found is not profile:
+        found = rehearse(
+            self._job,
+            state,
+            current,
+            self.known.newest(),
+            now_s,
+            mtbf_s=lambda left: mean_time_between_failures_s(left, self._config.mtbf_s, now_s),
+            decide=lambda left, profile: self._going_on(
+                left, current, profile, now_s, home=self._home, thorough=True
+            ),
+        )
+        if found.without_messages:
             self._keep_no_messages()
-        return found
+        # Once all that goes by it is worked out:
+        self.known.used, self._messages = found.profile, found.worth
+        self._compare(state, current, found.profile)
 
     def _compare(self, state: ClusterState, current: Plan, profile: Profile) -> None:
         """Say once, when costs are measured and nobody is missing, how much faster the best layout would be."""
@@ -381,30 +350,11 @@ class PolicyPlanner:
         """Return what is ``decided`` for ``state`` by the costs in use, or, if that is better, without messages that
         are kept. Raises PlanInfeasible.
         """
-        used = self.known.used
-        pays = self._messages.known(len(state.alive))
-        found, profile = self._with_or_without(state, decided, used, pays=pays)
+        used, pays = self.known.used, self._messages.known(len(state.alive))
+        found, profile = messages.decided_with_or_without(decided, used, self._job, state, pays)
         if profile is not used:
             self._keep_no_messages()
         return found
-
-    def _with_or_without(
-        self,
-        state: ClusterState,
-        decided: Callable[[Profile], Decided],
-        profile: Profile,
-        *,
-        pays: bool | None = None,
-    ) -> tuple[Decided, Profile]:
-        """See ``messages.decided_with_or_without``, for what is ``decided`` for ``state``."""
-        if self._job.eager_forwards:  # these go on by messages
-            return decided(profile), profile
-
-        def bound_s() -> float:
-            speeds = worker_speeds(state)
-            return cluster_bound_s(self._job.num_microbatches, profile.costs, state.alive, speeds)
-
-        return messages.decided_with_or_without(decided, profile, bound_s, pays)
 
     def _with_less(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
         """Return the plan for ranks that have run out of memory. Raises PlanInfeasible: see ``Planner.ran_out``."""

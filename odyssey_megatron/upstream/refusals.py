@@ -10,14 +10,44 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream.flags import AS_ODYSSEY_DOES, MOOT, WORKS
 from odyssey_megatron.upstream.refused import ROWS, SAID, SCRIPTS, TRIED, Decides, with_muon
+
+
+class Argument(NamedTuple):
+    """A flag of Megatron's parser, as it was recorded (``patches/<tag>/arguments.txt``)."""
+
+    dest: str
+    const: Any = None
+    """What it sets if it takes no value; None: it takes one."""
+    takes: str = ""
+    """Which values it takes: ``int``, ``float``, or ``a|b|c``; empty: any."""
+
+    def why_not(self, value: str) -> str:
+        """Return what is expected in place of ``value``; empty if the parser takes it."""
+        if not self.takes:
+            return ""
+        if self.takes not in _NUMBERS:
+            choices = self.takes.split("|")
+            return "" if value in choices else f"one of {', '.join(choices)} is expected"
+        kind, what = _NUMBERS[self.takes]
+        try:
+            kind(value)
+        except ValueError:
+            return f"{what} is expected"
+        return ""
+
+
+_NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,29 +258,43 @@ def _of_one_flag(words: Sequence[str]) -> Iterator[str]:
         yield one
 
 
+def _given(flags: Sequence[str], at: int) -> list[str]:
+    """The values of the flag at position ``at``."""
+    _, equals, given = flags[at].partition("=")
+    return list(_of_one_flag([given] * bool(equals) + list(flags[at + 1 :])))
+
+
+def misread(flags: Sequence[str], known: Mapping[str, Argument]) -> dict[str, str]:
+    """Flag -> what Megatron's own parser would end the job with, as it does not take the value."""
+    found = {}
+    for at, flag in enumerate(flags):
+        name = flag.partition("=")[0]
+        if not (argument := known.get(name)) or not argument.takes:
+            continue
+        value = next(iter(_given(flags, at)), "")
+        if not value.startswith("$") and (why := argument.why_not(value)):
+            found[name] = f"{f'{name} {value}'.strip()}: {why} by Megatron-LM's own parser."
+    return found
+
+
 def _value(words: Sequence[str]) -> Any:
     """The value that Megatron's parser would make of ``words``: None, a single value, or a list."""
     values = [int(one) if one.isdigit() else one for one in words]
     return values if len(values) > 1 else values[0] if values else None
 
 
-def parsed(flags: Sequence[str], known: Mapping[str, tuple[str, Any]]) -> tuple[SimpleNamespace, list[str]]:
-    """A launch line, parsed as far as refusals look at it, and its flags that are not Megatron's.
-
-    Args:
-        known: flag -> its destination, and the value that it sets if it takes none.
-    """
+def parsed(flags: Sequence[str], known: Mapping[str, Argument]) -> tuple[SimpleNamespace, list[str]]:
+    """A launch line, parsed as far as refusals look at it, and its flags that are not Megatron's."""
     values: dict[str, Any] = {}
     strange = []
     for at, flag in enumerate(flags):
-        name, equals, given = flag.partition("=")
+        name = flag.partition("=")[0]
         if not name.startswith("--"):
             continue
         if name not in known:
             strange.append(name)
             continue
-        dest, const = known[name]
-        words = [given] * bool(equals) + list(flags[at + 1 :])
-        values[dest] = _value(list(_of_one_flag(words))) if const is None else const
+        dest, const, _ = known[name]
+        values[dest] = _value(_given(flags, at)) if const is None else const
     usual: dict[str, Any] = {"tensor_model_parallel_size": 1}
     return SimpleNamespace(**usual | values), strange

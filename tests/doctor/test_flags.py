@@ -9,7 +9,7 @@ import pytest
 
 from odyssey_megatron import patch
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.doctor import flags
+from odyssey_megatron.doctor import flags, launch_line
 from odyssey_megatron.doctor.rows import Job
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import refusals
@@ -31,7 +31,7 @@ SLIPPED = {
 
 
 def destinations(tag):
-    return {dest for dest, _ in flags.recorded(tag).values()}
+    return {one.dest for one in flags.recorded(tag).values()}
 
 
 @pytest.mark.parametrize("tag", TAGS)
@@ -68,6 +68,38 @@ def test_flags_that_once_slipped_past(flag):
     found = rows_of(flag, SLIPPED[flag])
     assert [(row.name, row.state) for row in found] == [(flag, "problem")]
     assert found[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--hidden-size abc", "a whole number"),
+        ("--hidden-size=1e3", "a whole number"),
+        ("--lr 1e", "a number"),
+        ("--lr-decay-style cosin --bf16", "one of constant, linear, cosine, inverse-square-root, WSD"),
+        ("--num-layers --bf16", "a whole number"),
+        ("--normalization Layernorm", "one of LayerNorm, RMSNorm"),
+        ("--hidden-size 1024 --lr 1e-4 --lr-decay-style WSD --attention-backend auto", ""),
+        ("--hidden-size $SIZE --lr ${LR} /opt/Megatron-LM --num-layers 4 /opt/Megatron-LM", ""),
+        ("--tokenizer-model abc", ""),
+    ],
+)
+def test_a_value_that_megatrons_own_parser_does_not_take_is_a_problem(line, expected):
+    words = line.split()
+    found = [row for row in rows_of(*words) if row.state == "problem"]
+    refused = launch_line.judged(words, "0.16.1").refused
+    if not expected:
+        assert (found, refused) == ([], {})
+        return
+    (row,) = found
+    assert row.found.endswith(f": {expected} is expected by Megatron-LM's own parser.")
+    assert refused == {row.name: row.found}
+
+
+def test_a_value_that_some_version_takes_passes_where_the_version_is_not_known():
+    assert refusals.misread(["--optimizer", "lion"], flags.known_to(None)) == {}
+    assert refusals.misread(["--optimizer", "lion"], flags.known_to("0.19.0")) == {}
+    assert refusals.misread(["--hidden-size", "x"], flags.known_to(None)).keys() == {"--hidden-size"}
 
 
 def parser_with(*more):

@@ -1,4 +1,5 @@
-"""Writes down what Megatron-LM's own parser knows: each flag, its destination, and what it sets if it takes no value.
+"""Writes down what Megatron-LM's own parser knows: each flag, its destination, what it sets if it takes no value, and
+which values it takes, if not any: ``int``, ``float``, or ``a|b|c``.
 
 MEGATRON_LM_PATH=... python tests/megatron_lm/record_arguments.py patches/<tag>/arguments.txt
 """
@@ -20,7 +21,7 @@ def lines() -> list[str]:
     # pretrain_gpt.py adds the latter where Model Optimizer is installed.
     parser = add_modelopt_args(add_megatron_arguments(argparse.ArgumentParser(add_help=False)))
     return [
-        f"{flag} {action.dest}" + (f"={_constant(action, flag)}" if action.nargs == 0 else "")
+        f"{flag} {action.dest}" + (f"={_constant(action, flag)}" if action.nargs == 0 else _takes(action))
         for action in parser._actions
         for flag in action.option_strings
     ]
@@ -30,6 +31,12 @@ def _constant(action: argparse.Action, flag: str) -> object:
     if isinstance(action, argparse.BooleanOptionalAction):
         return not flag.startswith("--no-")
     return action.const
+
+
+def _takes(action: argparse.Action) -> str:
+    if action.choices:
+        return " " + "|".join(str(getattr(one, "name", one)) for one in action.choices)
+    return f" {action.type.__name__}" if action.type in (int, float) else ""
 
 
 if __name__ == "__main__":
