@@ -27,6 +27,8 @@ STARTED_WITH = "--job 'NAME=VALUE train.sh ARGUMENT ...'"
 SAY_THEM = f"What the script is started with decides that: {STARTED_WITH}"
 _SHOWN = 60
 """Letters of a value at most."""
+_NUMBERS = re.compile(r"\[?\d[\d ]*\]?")
+"""Several values of one flag, as cases have them."""
 _SETS = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
 
@@ -168,6 +170,8 @@ def read_job(named: str) -> LaunchCommand:
     try:
         text = read_text(path)
         if not text.lstrip().startswith("{"):
+            if name:
+                raise ValueError(f"{path} is a script, which has no cases. What it takes: {STARTED_WITH}")
             return launch_line(text, variables, lambda file: _sourced(file, Path(path).parent))
         found = codec.parsed(text)
         cases = found.get("cases", [found])
@@ -222,5 +226,9 @@ def case_flags(case: Any) -> list[str]:
     words = []
     for flag, value in args.items():
         if value not in (None, False):
-            words += [flag] if value is True else [flag, str(value)]
+            words += [flag, *([] if value is True else _words_of(str(value)))]
     return words
+
+
+def _words_of(text: str) -> list[str]:
+    return text.strip("[]").split() if _NUMBERS.fullmatch(text) else [text]

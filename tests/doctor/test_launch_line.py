@@ -293,6 +293,7 @@ CASES = [
     case("refused", num_layers=8, use_megatron_fsdp=True),
     case("twice", num_layers=8, use_megatron_fsdp=True, use_torch_fsdp2=True),
     case("strange", num_layers=8, of_nobody=3),
+    case("several", num_layers="8", rampup_batch_size="[384 384 9765]", iterations_to_skip="2 3"),
     case("half", num_layers=8, fp16=True),
     case("half-wide", num_layers=8, fp16=True, accumulate_allreduce_grads_in_fp32=True),
 ]
@@ -305,7 +306,7 @@ def test_a_case_starts_with_a_line_or_is_refused(tmp_path, capsys):
     for one in CASES:
         code = main(["doctor", "--job", f"{path}:{one['name']}"])
         told[one["name"]] = code, capsys.readouterr().out
-    assert [code for code, _ in told.values()] == [0, 0, 1, 1, 0, 0, 0]
+    assert [code for code, _ in told.values()] == [0, 0, 1, 1, 0, 0, 0, 0]
     assert told["plain"][1].endswith("starts with --odyssey as far as its flags say\n")
     assert "--overlap-grad-reduce changes nothing: " in told["ignored"][1]
     assert "--use-megatron-fsdp does not work with --odyssey yet" in told["refused"][1]
@@ -326,7 +327,7 @@ def test_misspelled_flags_are_asked_about():
 
 def test_the_benchmark_counts_what_the_doctor_says():
     found = counted(CASES, "0.16.1")
-    assert (found["cases"], found["start"], found["with no flag ignored"]) == (7, 4, 3)
+    assert (found["cases"], found["start"], found["with no flag ignored"]) == (8, 5, 4)
     assert found["ignored in those that start"] == {"--overlap-grad-reduce": 1}
     by_whom = found["refused by (cases, of these by it alone)"]
     assert by_whom == {"--use-megatron-fsdp": (2, 1), "--use-torch-fsdp2": (1, 0), "--of-nobody": (1, 1)}
@@ -351,6 +352,16 @@ def test_what_cannot_be_read_is_one_paragraph(tmp_path, bad, capsys):
     path.write_text(BAD[bad])
     assert main(["doctor", "--job", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_script_has_no_cases(tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text("python pretrain_gpt.py --num-layers 4")
+    assert read_job(str(path)).flags == ["--num-layers", "4"]
+    with pytest.raises(
+        ConfigError, match=r"train.sh is a script, which has no cases. What it takes: --job 'NAME=VALUE"
+    ):
+        read_job(f"{path}:7b")
 
 
 def test_a_file_that_is_not_there(tmp_path):
