@@ -6,7 +6,8 @@ import pytest
 
 from odyssey_megatron.upstream.refusals import REFUSALS
 from tests.megatron_lm import torchrun
-from tests.megatron_lm.jobs import MOCK, assert_same_iterations, assert_same_lines
+from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_same_iterations, assert_same_lines
+from tests.megatron_lm.test_moments import MOMENTS
 from tests.megatron_lm.test_refusals import assert_recorded, assert_refused
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,6 +31,16 @@ def test_uneven_stages_of_cells_that_share_out_the_optimizer(other_jobs, name):
     run = other_jobs.odyssey(name, flags, ranks=8, stages=2, inject="rank=2,step=2,at=backward")
     assert_same_lines(run, other_jobs.plain(flags, ranks=8, stages=2))
     assert run.killed == [2, 3]
+
+
+def test_moments_in_bf16_and_buffers_that_are_not_registered(other_jobs, name):
+    """Newer versions' scripts make an optimizer's config before the job begins, which must pass."""
+    flags = f"{MOCK} {MOMENTS} --use-nccl-ub --odyssey-float64 on"
+    whole = other_jobs.odyssey(f"{name}-reference", flags, ranks=4, stages=2)
+    run = other_jobs.odyssey(name, flags, ranks=4, stages=2, inject="rank=1,step=2,at=optimizer")
+    assert_same_lines(run, whole, rel=FLOAT64)
+    assert run.killed == [1]
+    assert "--use-nccl-ub changes nothing" in run.log
 
 
 def test_a_checkpoint_of_survivors_loads_into_plain_megatron_lm_and_back(other_jobs, name):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -161,12 +160,16 @@ def job_of(
 
 
 def moments_of(args: Any) -> dict[str, torch.dtype]:
-    """The types in which Adam's moments are kept with --use-precision-aware-optimizer; ``args`` as validated."""
+    """The types in which Adam's moments are kept with --use-precision-aware-optimizer; ``args`` as validated, and not
+    adapted yet.
+    """
     kept = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
     return kept if args.use_precision_aware_optimizer else {}
 
 
-def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Profile:
+def profile_of(
+    args: Any, transformer_config: Any, config: OdysseyConfig, moments: Mapping[str, torch.dtype]
+) -> Profile:
     """The expected costs of a step, until the job has measured its own. Raises ConfigError."""
     if config.profile:
         return load_profile(config.profile)
@@ -181,7 +184,7 @@ def profile_of(args: Any, transformer_config: Any, config: OdysseyConfig) -> Pro
         precision=Precision(
             dtype_bytes=transformer_config.params_dtype.itemsize,
             gradient_bytes=4 if args.accumulate_allreduce_grads_in_fp32 else 2,
-            moments_bytes=sum(one.itemsize for one in moments_of(args).values()) or None,
+            moments_bytes=sum(one.itemsize for one in moments.values()) or None,
         ),
     )
 
@@ -233,6 +236,8 @@ _LEFT_OUT: dict[str, Any] = {
     "ckpt_format": "torch_dist",
     # Odyssey writes in threads of the rank. Megatron would require a package for its processes.
     "async_save": False,
+    # To register a buffer Megatron meets all ranks of the job, and ranks have different numbers of blocks.
+    "nccl_ub": False,
     # Its handler would replace Odyssey's, and end each rank at once, with nothing saved.
     "exit_signal_handler_for_training": False,
 }
@@ -259,6 +264,10 @@ def adapt(args: Any, config: OdysseyConfig) -> None:
     # Each layer's state is cut over its holders (``plan/placing/slices.py``), rather than the state of a stage's
     # buffers over replicas.
     _set(args, False, "use_distributed_optimizer", "overlap_param_gather")
+    # In Megatron this flag stands for an optimizer that is also Transformer Engine's, and distributed. From
+    # core_v0.18.2 on pretrain_gpt.py checks that before the model is built.
+    _set(args, False, "use_precision_aware_optimizer")
+    _set(args, torch.float32, "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     # Reductions are instructions of the schedule.
     _set(args, False, "overlap_grad_reduce", "align_grad_reduce")
     _set(args, False, "overlap_p2p_comm")
@@ -343,22 +352,19 @@ def schedule_of(scheduler: Any) -> dict[str, Any]:
     return {name: getattr(scheduler, name) for name in names}
 
 
-_WHOLE_MOMENTS = dict.fromkeys(
-    ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), torch.float32
-)
-
-
 def spec_of(
-    args: Any, config: Any, split: span.MegatronSplit, model_provider: Any, *, overflow_ends_job: bool
+    args: Any,
+    config: Any,
+    split: span.MegatronSplit,
+    model_provider: Any,
+    *,
+    moments: Mapping[str, torch.dtype],
+    overflow_ends_job: bool,
 ) -> ModelSpec:
     """The model of ``args``, with Megatron's own stages, each of which is seeded as in Megatron."""
     from megatron.training import initialize
 
-    # In Megatron this flag stands for an optimizer that is also Transformer Engine's, and distributed.
-    whole_moments = argparse.Namespace(
-        **vars(args) | {"use_precision_aware_optimizer": False} | _WHOLE_MOMENTS
-    )
-    optimizer_config, overrides = compat.optimizer_settings(whole_moments, config)
+    optimizer_config, overrides = compat.optimizer_settings(args, config)
 
     def seed_stage(stage: int) -> None:
         with groups.in_stage(stage, args.pipeline_model_parallel_size):
@@ -377,7 +383,7 @@ def spec_of(
         model_provider=functools.partial(model_provider, config=config),
         optimizer_config=optimizer_config,
         config_overrides=overrides,
-        moments=moments_of(args),
+        moments=dict(moments),
         seed=args.seed,
         is_tied=not args.untie_embeddings_and_output_weights,
         is_packed=is_packed(args),

@@ -200,6 +200,7 @@ class Door:
         refusals.check(args, self._parser)
         self._feed.replicas = args.data_parallel_size
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
+        self._moments = arguments.moments_of(args)
         arguments.adapt(args, self._config)
         session = self._session
         arguments.profile_as_launched(args, session.rank, session.world_size, joins=session.member.joins)
@@ -237,7 +238,9 @@ class Door:
         arguments.check_batches(args, batches, self._feed.replicas)
         whole = parts.adapt(config, self._groups.cell)
         model = MegatronModel(
-            arguments.spec_of(args, config, split, model_provider, overflow_ends_job=self._checks),
+            arguments.spec_of(
+                args, config, split, model_provider, moments=self._moments, overflow_ends_job=self._checks
+            ),
             num_microbatches=batches.largest // args.micro_batch_size,
             replicas=self._feed.replicas,
             seq_length=args.seq_length,
@@ -260,7 +263,8 @@ class Door:
             args, whole, self._config, places=job.num_microbatches
         )
         settings = settings_of(args, model.spec.optimizer_config, schedule)
-        self._session.post(job, arguments.profile_of(args, whole, self._config), settings)
+        profile = arguments.profile_of(args, whole, self._config, self._moments)
+        self._session.post(job, profile, settings)
         work = self._work = self._enter(model)
         args.iteration = args.num_floating_point_operations_so_far = 0
         start = self._started(work, optimizer, scheduler, context)

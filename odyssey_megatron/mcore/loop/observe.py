@@ -90,7 +90,7 @@ class Observer:
             optimizer_copies=arguments.optimizer_copies(args, self._config),
         )
         job.check(self._member.world_size)
-        profile = arguments.profile_of(args, config, self._config)
+        profile = arguments.profile_of(args, config, self._config, arguments.moments_of(args))
         self._member.starting.post_job(job, to_json(profile))
 
     def _say(self, text: str) -> None:
