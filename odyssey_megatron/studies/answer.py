@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from odyssey_megatron.cluster.cell import NO_SHAPES
 from odyssey_megatron.cluster.state import ClusterState
-from odyssey_megatron.names import layer_names
+from odyssey_megatron.plan.checking.bound import lower_bound_s
 from odyssey_megatron.plan.checking.simulate import Timeline, simulate
 from odyssey_megatron.plan.placing.communicators import Communicators, Needs, communicators
-from odyssey_megatron.plan.placing.redundancy import with_keepers
-from odyssey_megatron.plan.placing.spread import on_one_node, spread
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import in_cluster, worker_speeds
 from odyssey_megatron.policy.decide import Decision
 from odyssey_megatron.policy.two_speed import TwoSpeed
-from odyssey_megatron.studies.losses import NextLoss, alone
+from odyssey_megatron.studies.losses import NextLoss
 from odyssey_megatron.studies.scenario import Scenario
 from odyssey_megatron.studies.smaller import Smaller
-
-WORTH = 0.01
-"""A layout that is faster by less than this share is not recommended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +41,8 @@ class WhatIf:
     """What is left of cells that have lost GPUs; None if no cell has lost a part of its own."""
     decide_s: float
     losses: list[NextLoss]
+    flags: list[tuple[str, str]]
+    """(flag, why) of flags that the job would be better off with."""
     leaner: list[tuple[float, float, int]]
     """(share of the fastest step, step in seconds, bytes of the fullest worker): what less memory would cost."""
     ends: str = ""
@@ -69,6 +66,16 @@ class WhatIf:
         return self.smaller.sizes if self.smaller and plan is self.smaller.plan else NO_SHAPES
 
     @property
+    def short_of_memory(self) -> float:
+        """By how much of a step the healthy job's is longer at least, as its workers have memory for too few
+        microbatches.
+        """
+        free_s = lower_bound_s(
+            self.before.layout, self.scenario.profile.costs, worker_speeds(self.scenario.state)
+        )
+        return self.before.bound_s / free_s - 1
+
+    @property
     def gain_of_smaller(self) -> float:
         """The throughput that smaller cells add, as a share of that without them; 0 if they compute nothing."""
         plan = self.smaller.plan if self.smaller else None
@@ -88,35 +95,3 @@ class WhatIf:
             state = self.smaller.state
         costs = in_cluster(self.scenario.profile, state).costs
         return simulate(plan.schedule, plan.layout, costs, worker_speeds(state))
-
-    def flags(self) -> list[tuple[str, str]]:
-        """Return (flag, why) for flags that the job would be better off with, and does not have."""
-        config, found = self.scenario.config, [("--odyssey", "to survive at all")]
-        gain, nodes = self.before.step_s / self.best.step_s - 1, self.state.nodes
-        faster = config.layout != "auto" and gain >= WORTH
-        whys = [f"a healthy job has {gain:.1%} more throughput"] if faster else []
-        copies = self.scenario.job.optimizer_copies
-        apart = spread((self.best if faster else self.before).layout, nodes, copies)
-        apart = with_keepers(apart, None, nodes, copies)  # as a job that begins with this layout has them
-        if on_one_node(self.before.layout, nodes) and not on_one_node(apart, nodes):
-            whys.append("the loss of any one node is survived, too")
-        if whys:
-            found.append((f"--odyssey-layout {'auto' if faster else 'spread'}", "; ".join(whys)))
-        after, _ = self.lasting
-        if config.redundancy == "off" and (single := alone(self.before.layout)):
-            why = f"without a second holder: {names_of(single, self.before)}"
-            # Either flag is enough, and this one costs memory.
-            why += "; not needed with --odyssey-layout auto" if faster and not alone(self.best.layout) else ""
-            found.append(("--odyssey-redundancy state", why))
-        elif config.redundancy == "off" and (single := alone(after.layout)):
-            names = names_of(single, after)
-            found.append(("--odyssey-redundancy state", f"without a second holder after this loss: {names}"))
-        return found
-
-
-def names_of(layers: Sequence[int], plan: Plan) -> str:
-    """Return ascending ``layers`` in words."""
-    total = plan.layout.num_layers
-    if len(layers) in (0, total):
-        return "all layers" if layers else "no layers"
-    return layer_names(list(layers), total)

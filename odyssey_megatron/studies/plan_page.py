@@ -47,7 +47,15 @@ def html(answer: WhatIf) -> str:
             )
             for name, plan in shown
         ),
-        section("Without failures", "", f"<p>{escape(sentence(plan_text.best_layout(answer)))}</p>"),
+        section(
+            "Without failures",
+            "",
+            "".join(
+                f"<p>{escape(sentence(one))}</p>"
+                for one in (plan_text.memory_text(answer), plan_text.best_layout(answer))
+                if one
+            ),
+        ),
         *(
             [
                 section(
@@ -61,7 +69,7 @@ def html(answer: WhatIf) -> str:
         ),
         _schedules(answer, shown),
         _next(answer),
-        section("Flags for this job", "", table(("flag", "why"), answer.flags())),
+        section("Flags for this job", "", table(("flag", "why"), answer.flags)),
         section(
             "What this rests on",
             "",

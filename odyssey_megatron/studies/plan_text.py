@@ -13,12 +13,15 @@ from odyssey_megatron.plan.scheduling.gathers import ending_s
 from odyssey_megatron.plan.scheduling.reductions import buckets
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed
-from odyssey_megatron.studies.answer import WORTH, WhatIf, names_of
+from odyssey_megatron.studies.answer import WhatIf
 from odyssey_megatron.studies.losses import NextLoss
 from odyssey_megatron.studies.presets import GIB
 from odyssey_megatron.studies.scenario import Scenario
+from odyssey_megatron.studies.suggested import WORTH, names_of
 
 _SHOWN_LOSSES = 6
+_SHORT = 0.1
+"""The share of a step from which on it is said that it is longer for want of memory."""
 
 
 def as_json(answer: WhatIf) -> str:
@@ -31,11 +34,13 @@ def as_json(answer: WhatIf) -> str:
         "ends": json.dumps(answer.ends or None),
         "notes": json.dumps(answer.scenario.notes),
         "before": to_json(answer.before),
+        "best": to_json(answer.best),
         "candidates": f"[{candidates}]",
         "decide_s": f"{answer.decide_s:.6f}",
         "cluster_bound_s": repr(bound_s),
         "next_losses": f"[{losses}]",
         "leaner": json.dumps(answer.leaner),
+        "flags": json.dumps(answer.flags),
         "smaller": answer.smaller.as_json() if answer.smaller else "null",
         "after": "null" if answer.ends else to_json(answer.plan),
         "communicators": to_json(answer.communicators(answer.plan)),
@@ -53,6 +58,7 @@ def as_text(answer: WhatIf, width: int) -> str:
         summary("before", before, scenario),
         communicators_text(answer, before),
         *([candidates_table(answer.start)] if answer.start else []),
+        *filter(None, [memory_text(answer)]),
         best_layout(answer),
         *_grid(answer, before, width),
         "",
@@ -75,7 +81,7 @@ def as_text(answer: WhatIf, width: int) -> str:
         ]
     lines += [leaner_text(answer)] if len(answer.leaner) > 1 else []
     lines += ["", *([ends_text(answer)] if answer.ends else _losses_text(answer)), "", "flags for this job:"]
-    lines += [f"  {flag:<28} {why}" for flag, why in answer.flags()]
+    lines += [f"  {flag:<28} {why}" for flag, why in answer.flags]
     return "\n".join(lines) + "\n"
 
 
@@ -99,6 +105,17 @@ def communicators_text(answer: WhatIf, plan: Plan) -> str:
     """Return a line on the number of a plan's communicators, and the time that they are expected to take."""
     found = answer.communicators(plan)
     return f"{found.held}; {'at the start' if plan is answer.before else 'at least'} {found.connected}"
+
+
+def memory_text(answer: WhatIf) -> str:
+    """Return a line on what the want of memory costs the healthy job; empty if that is little."""
+    if answer.short_of_memory < _SHORT:
+        return ""
+    slices = "" if answer.scenario.job.optimizer_copies else ", --use-distributed-optimizer"
+    return (
+        f"for want of memory a step of this layout is {answer.short_of_memory:.0%} longer at least; more "
+        f"stages{slices}, recomputation, or a smaller --odyssey-memory-headroom-percent make room"
+    )
 
 
 def best_layout(answer: WhatIf) -> str:

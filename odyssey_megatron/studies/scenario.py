@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec, check_world
@@ -258,6 +259,7 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
                 f"--model {options.model} is instead of a launch line, and {also} is of one: leave one of them out. "
                 "Beside --model, --num-microbatches says the batch."
             )
+        more = [*more, *_said_again(options)]
         if not options.job:
             return launch_line.read((), more)
         return launch_line.read_script(options.job, more, _CLUSTER if not options.cluster else "")
@@ -277,10 +279,23 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
     )
 
 
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what is given of a launch line in flags of this command, by the fields of LaunchLine."""
+    names = [one.name for one in fields(LaunchLine) if one.name != "model"]
+    return {name: value for name in names if (value := getattr(options, name, None))}
+
+
+def _said_again(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the same as Megatron's flags: what a launch line says of stages, say, depends on their number."""
+    for name, value in _given(options).items():
+        yield "--" + name.replace("_", "-")
+        if value is not True:
+            yield str(value)
+
+
 def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:
     """Return ``line`` with the sizes that are given on the command line. Raises ConfigError."""
-    names = [one.name for one in fields(line) if getattr(options, one.name, None)]
-    line = replace(line, **{name: getattr(options, name) for name in names if name != "model"})
+    line = replace(line, **_given(options))
     experts = line.expert_model_parallel_size
     if experts > 1 and line.model is not None and line.model.experts is None:
         raise ConfigError(

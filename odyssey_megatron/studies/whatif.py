@@ -22,7 +22,6 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.scheduling.lean import MOST_VISITS
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
-from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.two_speed import two_speed
 from odyssey_megatron.studies import plan_page, plan_text
@@ -31,6 +30,7 @@ from odyssey_megatron.studies.losses import next_losses
 from odyssey_megatron.studies.progress import Progress
 from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, scenario_from
 from odyssey_megatron.studies.smaller import left_of
+from odyssey_megatron.studies.suggested import started, suggested
 
 _SPEED = Between(0.001, 1)
 _SLOWER = (0.0, 0.002, 0.01, 0.03, 0.1)
@@ -80,14 +80,24 @@ def main_plan(argv: Sequence[str]) -> int:
         try:
             answer = answered(scenario, state, _who(options), killed, progress.say)
         except PlanInfeasible as error:
-            slices = "" if scenario.job.optimizer_copies else ", or --use-distributed-optimizer,"
-            remedy = f"More stages or a larger tensor size{slices} leave less on each."
-            raise ConfigError(f"the healthy job does not fit: {error}. {remedy}") from error
+            raise ConfigError(f"the healthy job does not fit: {error}. {_remedy(scenario)}") from error
         if options.html:
             progress.say("the page")
             _write(answer, options.html)
     sys.stdout.write(plan_text.as_json(answer) if options.json else plan_text.as_text(answer, options.width))
     return answer.exit_code
+
+
+def _remedy(scenario: Scenario) -> str:
+    """Return what leaves less memory to be filled on each GPU."""
+    job, config = scenario.job, scenario.config
+    of_state = [] if job.optimizer_copies else ["--use-distributed-optimizer"]
+    of_state += [] if config.redundancy == "off" else [f"no --odyssey-redundancy {config.redundancy}"]
+    less = f"Of state, {' or '.join(of_state)} leaves less on each. " if of_state else ""
+    return (
+        f"{less}Of activations, a smaller --micro-batch-size, --context-parallel-size or recomputation does; of both, "
+        "more GPUs with more stages or a larger tensor size."
+    )
 
 
 def _with_settings(scenario: Scenario, options: argparse.Namespace) -> Scenario:
@@ -145,8 +155,7 @@ def answered(
     start = planner.start(scenario.job, scenario.state, to_json(profile))
     if planner.known.given.costs.memory_bytes != profile.costs.memory_bytes:
         # A job that does not fit starts without regard to memory; whoever asks wants to know that it does not fit.
-        least = replace(scenario.job, least_holders=0, eager_forwards=False)
-        initial_plan(least, scenario.state, profile.without_messages)
+        started(scenario, replace(scenario.job, least_holders=0, eager_forwards=False))
     profile = replace(profile, costs=replace(profile.costs, keeps_messages=start.plan.keeps_messages))
     job, decision, both, smaller, decide_s, ends, exit_code = planner.job, None, None, None, 0.0, "", 0
     if state != scenario.state:
@@ -169,19 +178,21 @@ def answered(
         struck=struck,
         start=start.rows,
         before=start.plan,
-        best=initial_plan(replace(job, best_layout=True), scenario.state, profile),
+        best=start.plan if job.best_layout else started(scenario, replace(job, best_layout=True)),
         decision=decision,
         both=both,
         smaller=smaller,
         decide_s=decide_s,
         losses=[],
+        flags=[],
         leaner=_leaner(plan, job, state, profile),
         ends=ends,
         exit_code=exit_code,
     )
+    lasting, then = answer.lasting
+    answer = replace(answer, flags=[*suggested(scenario, job, answer.before, answer.best, lasting)])
     if ends:
         return answer
-    lasting, then = answer.lasting
     return replace(answer, losses=next_losses(job, then, lasting, profile, config, say))
 
 

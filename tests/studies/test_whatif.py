@@ -166,7 +166,7 @@ def test_a_launch_script_is_planned_for(capsys, tmp_path):
     text = capsys.readouterr().out
     by_hand = (
         "--cluster 2x8 --model llama3-8b --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
-        "--num-microbatches 32 --use-distributed-optimizer --odyssey-redundancy state --kill 1:3 --width 0"
+        "--num-microbatches 32 --use-distributed-optimizer --odyssey --odyssey-redundancy state --kill 1:3 --width 0"
     )
     assert main_plan(by_hand.split()) == 0
     told = capsys.readouterr().out
@@ -217,6 +217,79 @@ def test_of_two_flags_that_do_the_same_the_dear_one_is_said_not_to_be_needed(cap
     assert f"{single}; not needed with --odyssey-layout auto" in capsys.readouterr().out
     assert main_plan([*flags, "--odyssey-layout", "auto"]) == 0
     assert "--odyssey-redundancy" not in capsys.readouterr().out
+
+
+OWN = (
+    "--num-layers 10 --hidden-size 1024 --num-attention-heads 16 --vocab-size 32000 --seq-length 2048 --bf16 --swiglu "
+    "--untie-embeddings-and-output-weights --global-batch-size 16 --micro-batch-size 1"
+)
+"""Megatron-LM's flags of a model."""
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+        "--pipeline-model-parallel-layout Ett|ttt|ttt|ttL",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    ],
+)
+def test_what_depends_on_the_number_of_stages_is_read_alike_from_a_script_and_a_command(
+    capsys, tmp_path, stages
+):
+    flags, script = f"{OWN} {stages} --pipeline-model-parallel-size 4", tmp_path / "train.sh"
+    script.write_text(f"torchrun --nproc-per-node 8 pretrain_gpt.py {flags}".replace("|", "\\|"))
+    assert main_plan(["--job", str(script), "--width", "0"]) == 0
+    of_script = capsys.readouterr().out.splitlines()[1:]
+    assert main_plan(["--cluster", "1x8", "--width", "0", *flags.split()]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == of_script
+    if "layout" in stages:
+        with pytest.raises(ConfigError, match="10 layers in 4 chunks, and there are 10 layers and 8 stages"):
+            main_plan(["--job", str(script), "--pipeline-model-parallel-size", "8"])
+
+
+def test_the_best_layout_is_the_one_that_auto_starts_with(capsys):
+    """Where memory is short, it may be one without kept messages."""
+    flags = (
+        "--cluster 1x8 --model llama2-7b --pipeline-model-parallel-size 4 --num-microbatches 16 --gpu-memory-gib 39 "
+        "--width 0"
+    )
+    assert main_plan([*flags.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main_plan([*flags.split(), "--json", "--odyssey-layout", "auto"]) == 0
+    auto = json.loads(capsys.readouterr().out)
+    assert found["best"]["step_s"] == auto["before"]["step_s"] < found["before"]["step_s"]
+    assert [flag for flag, _ in found["flags"]] == ["--odyssey", "--odyssey-layout auto"]
+    assert auto["flags"] == [["--odyssey", "to survive at all"]]
+    assert main_plan([*flags.split(), "--odyssey"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(
+        r"for want of memory a step of this layout is \d+% longer at least; .*distributed-opt", text
+    )
+    assert "to survive at all" not in text
+
+
+def test_a_flag_is_tried_before_it_is_suggested(capsys):
+    flags = "--cluster 1x2 --model llama2-7b --pipeline-model-parallel-size 2 --width 0 --gpu-memory-gib"
+    assert main_plan([*flags.split(), "110"]) == 0
+    text = capsys.readouterr().out
+    assert not re.search(r"^  --odyssey-redundancy", text, re.MULTILINE)
+    assert "--odyssey-redundancy state would not fit: worker 0 needs " in text
+    both = "--odyssey-layout auto --odyssey-redundancy state"
+    answers = []
+    for more in ("", both):
+        assert main_plan([*flags.split(), "250", "--json", *more.split()]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    without, with_them = answers
+    longer = with_them["before"]["step_s"] / without["best"]["step_s"] - 1
+    assert [
+        "--odyssey-redundancy state",
+        f"without a second holder: all layers; a healthy step takes {longer:.1%} longer",
+    ] in (without["flags"])
+    with pytest.raises(
+        ConfigError, match="Of state, --use-distributed-optimizer or no --odyssey-redundancy state"
+    ):
+        main_plan([*flags.split(), "110", "--odyssey-redundancy", "state"])
 
 
 @pytest.mark.parametrize("slices", ["", " --use-distributed-optimizer"])

@@ -263,8 +263,7 @@ class Door:
             args, whole, self._config, places=job.num_microbatches
         )
         settings = settings_of(args, model.spec.optimizer_config, schedule)
-        profile = arguments.profile_of(args, whole, self._config, self._moments)
-        self._session.post(job, profile, settings)
+        self._session.post(job, arguments.profile_of(args, whole, self._config, self._moments), settings)
         work = self._work = self._enter(model)
         args.iteration = args.num_floating_point_operations_so_far = 0
         start = self._started(work, optimizer, scheduler, context)
