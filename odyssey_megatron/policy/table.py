@@ -9,7 +9,7 @@ from odyssey_megatron.plan.sending.generation import CandidateRow
 
 def candidates_table(rows: Sequence[CandidateRow]) -> str:
     """Return an aligned text table, in which the chosen row is marked with ``*``."""
-    cells = [("", "candidate", "step", "transition", "tokens to horizon", "next loss", "reason")]
+    cells = [("", "candidate", "step", "transition", "score (tokens)", "next loss", "reason")]
     for row in rows:
         cells.append(
             (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from odyssey_megatron.codec import to_jsonable
@@ -76,6 +76,7 @@ def html(answer: WhatIf) -> str:
             "".join(
                 f"<p>{escape(sentence(note))}</p>"
                 for note in (
+                    *_of_decision(answer),
                     *filter(None, [plan_text.smaller_text(answer)]),
                     plan_text.communicators_text(answer, answer.plan),
                     *([plan_text.leaner_text(answer)] if len(answer.leaner) > 1 else ()),
@@ -85,6 +86,15 @@ def html(answer: WhatIf) -> str:
         ),
     ]
     return document(f"odyssey plan: {scenario.name}", parts)
+
+
+def _of_decision(answer: WhatIf) -> Iterator[str]:
+    """Yield sentences on the plan after what has happened."""
+    if answer.decision:
+        yield plan_text.kept_text(answer, answer.plan)
+        yield plan_text.bound_text(answer.plan, answer.decision.bound_s)
+    if answer.both:
+        yield plan_text.two_speed_text(answer.both)
 
 
 def _next(answer: WhatIf) -> str:

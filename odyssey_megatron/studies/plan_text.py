@@ -65,14 +65,13 @@ def as_text(answer: WhatIf, width: int) -> str:
         answer.struck + (f"; decided in {answer.decide_s * 1e3:.1f} ms" if answer.decision else ""),
     ]
     if answer.decision:
-        after, bound_s = answer.plan, answer.decision.bound_s
+        after = answer.plan
         lines += [
             candidates_table(answer.decision.candidates),
             "",
             summary("after", after, scenario),
             communicators_text(answer, after),
-            f"no layout over the living workers can have a step below {bound_s * 1e3:.1f} ms, "
-            f"{1 - bound_s / after.step_s:.1%} less",
+            bound_text(after, answer.decision.bound_s),
             *_grid(answer, after, width),
             *([two_speed_text(answer.both)] if answer.both else []),
             "",
@@ -126,6 +125,14 @@ def best_layout(answer: WhatIf) -> str:
     return (
         f"without failures pipelines {best.layout.lengths} have a step of {best.step_s * 1e3:.1f} ms, "
         f"{before.step_s / best.step_s - 1:.1%} more throughput: --odyssey-layout auto"
+    )
+
+
+def bound_text(after: Plan, bound_s: float) -> str:
+    """Return a line on how much shorter a step of any layout could be."""
+    return (
+        f"no layout over the living workers can have a step below {bound_s * 1e3:.1f} ms, "
+        f"{1 - bound_s / after.step_s:.1%} less"
     )
 
 

@@ -314,7 +314,16 @@ def test_the_page_has_everything(capsys, tmp_path):
     flags = f"--cluster 1x8 --model llama3-8b --accelerator b200 --width 0 --kill 0:3 --html {page}"
     assert main_plan(flags.split()) == 0
     text = page.read_text()
-    for found in ("Layout before", "Layout after", "What was weighed", "The next loss", "<picture>", "E 1–8"):
+    said = ("No layout over the living workers", "Throughput after / before")
+    for found in (
+        "Layout before",
+        "Layout after",
+        "What was weighed",
+        "The next loss",
+        "<picture>",
+        "E 1–8",
+        *said,
+    ):
         assert found in text
     assert "://" not in text, "nothing is loaded from elsewhere"
 
