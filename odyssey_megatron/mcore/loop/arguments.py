@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -324,23 +323,12 @@ def _set(args: Any, value: Any, *names: str) -> None:
 
 
 def ddp_config(args: Any) -> Any:
-    """The config that ``megatron/training/training.py`` ``get_model`` makes, without gradient reduction."""
+    """The config of the buffers in which a layer's gradients are added up. All else in Megatron's is for reducing them,
+    which Odyssey does, and for the check of them, which the step's agreement makes (I4).
+    """
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    values = {
-        one.name: getattr(args, one.name)
-        for one in fields(DistributedDataParallelConfig)
-        if hasattr(args, one.name)
-    }
-    return DistributedDataParallelConfig(
-        **{
-            **values,
-            "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32,
-            "overlap_grad_reduce": False,
-            "check_for_nan_in_grad": False,  # the step's agreement checks all of them (I4)
-            "bucket_size": None,
-        }
-    )
+    return DistributedDataParallelConfig(grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32)
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any]:
