@@ -17,6 +17,7 @@ from odyssey_megatron.config import OdysseyConfig, add_arguments
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, Between, Parser
 from odyssey_megatron.launch.process import signals
+from odyssey_megatron.metrics.outlet import say
 
 if TYPE_CHECKING:
     from odyssey_megatron.launch.wire.admission import Meeting
@@ -48,6 +49,8 @@ def parse(argv: Sequence[str], prog: str) -> Any:
         from torch import __version__ as torch_version
         from torch.distributed.run import get_args_parser
 
+        from odyssey_megatron.launch.wire.verdict import ENDS_S, TERMINATE_S
+
     check_torch(torch_version)
     parser = get_args_parser()
     parser.prog = prog
@@ -58,11 +61,16 @@ def parse(argv: Sequence[str], prog: str) -> Any:
         help="import these once and fork the ranks from there (CPU only): seconds less to start each",
     )
     for action in parser._actions:
-        if action.dest in _TYPES:
-            action.type = _TYPES[action.dest]
+        action.type = _TYPES.get(action.dest, action.type)
+        if action.dest in _HELP:
+            action.help = _HELP[action.dest].format(by_signal_s=TERMINATE_S, otherwise_s=ENDS_S)
     parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     parser.format_help = functools.partial(_help, parser)  # type: ignore[method-assign]
-    return parser.parse_args(list(argv))
+    args = parser.parse_args(list(argv))
+    for dest, why in _MOOT.items():
+        if getattr(args, dest) != parser.get_default(dest):
+            say(f"[odyssey] --{dest.replace('_', '-')} changes nothing here: {why}.")
+    return args
 
 
 def _refuse(parser: Any, message: str) -> NoReturn:
@@ -130,6 +138,20 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "event_log_handler": _event_log_handler,
 }
 """Checks for arguments that torchrun would not check itself, or would refuse with a traceback."""
+_MOOT = {
+    "max_restarts": "ranks are not started again all together; --odyssey-respawn starts those again that die",
+    "monitor_interval": "the end of a rank is noticed at once",
+    "signals_to_handle": f"{', '.join(one.name for one in signals.HANDLED)} always ask the job to end, in the way that "
+    "--odyssey-on-sigterm says",
+}
+"""torchrun's arguments that this launcher takes and does not heed, and why."""
+_HELP = {
+    "nnodes": "Number of nodes. Nodes that are lost later are survived; a range of numbers is refused.",
+    "shutdown_timeout": "Time in seconds from SIGTERM to SIGKILL when ranks that still run are ended; after a second "
+    "signal there is none. Default: {by_signal_s:g} if a signal ends the job, {otherwise_s:g} if it cannot go on.",
+    **{dest: f"Changes nothing: {why}." for dest, why in _MOOT.items()},
+}
+"""Help on torchrun's arguments that mean something else here."""
 
 
 def check_script(args: Any) -> None:

@@ -105,6 +105,7 @@ def _launch(
         token=token,
         page_secret=os.environ.get("ODYSSEY_TOKEN", ""),
         on_signal=on_signal,
+        terminate_s=getattr(args, "shutdown_timeout", None),  # not in all versions of torch
         planner=PolicyPlanner(config),
         zygote=zygote,
         joins=joins,

@@ -12,6 +12,7 @@ import pytest
 from odyssey_megatron import cli
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import line
+from odyssey_megatron.launch.wire.verdict import ENDS_S
 from tests.launch.jobserver import CHECKOUT, events
 
 
@@ -152,6 +153,34 @@ def test_a_script_that_fails_before_it_joins(server, tmp_path):
                       "--odyssey-run-dir", tmp_path / "run"], log=tmp_path / "log")  # fmt: skip
     assert job.wait(20) == 5, job.log()
     assert "rank 1 ended with exit code 5 before training started" in job.log()
+
+
+CLEANS_UP = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def clean_up(number, frame):
+    time.sleep(ENDS_S + 1)
+    (folder / "clean").touch()
+    sys.exit()
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, clean_up)
+    (folder / "ready").touch()
+    time.sleep(60)
+while not (folder / "ready").exists():
+    time.sleep(0.02)
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_script_has_the_time_to_clean_up_that_it_is_given(server, tmp_path, given):
+    script = tmp_path / "cleans_up.py"
+    script.write_text(CLEANS_UP.replace("ENDS_S", str(ENDS_S)))
+    launch = ["--nproc-per-node", 2, *(("--shutdown-timeout", 30) if given else ())]
+    flags = ["--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run"]
+    job = server.run([*launch, script, tmp_path, *flags], log=tmp_path / "log")
+    assert job.wait(20) == 5, job.log()
+    assert (tmp_path / "clean").exists() == given
 
 
 def test_a_script_that_never_joins(server, tmp_path):

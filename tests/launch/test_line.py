@@ -98,3 +98,20 @@ def test_a_newer_one_is_not(version):
 def test_what_pip_asks_for_is_what_is_checked():
     said = (CHECKOUT / "pyproject.toml").read_text()
     assert f'"torch>={".".join(map(str, line.LEAST_TORCH))},' in said
+
+
+def test_arguments_of_torchrun_that_change_nothing_are_told(capsys):
+    line.parse(["--max-restarts", "0", "script.py"], "odyssey run")
+    assert not capsys.readouterr().err
+    given = ("--max-restarts", "2", "--monitor-interval", "5", "--signals-to-handle", "SIGTERM")
+    line.parse([*given, "script.py"], "odyssey run")
+    told = capsys.readouterr().err.splitlines()
+    assert [one.partition(" here:")[0] for one in told] == [
+        f"[odyssey] {flag} changes nothing" for flag in given[::2]
+    ]
+    with pytest.raises(SystemExit):
+        line.parse(["--help"], "odyssey run")
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("Changes nothing: ") == len(given) / 2
+    assert "Default: 5 if a signal ends the job, 2 if it cannot go on." in told
+    assert "a range of numbers is refused" in told

@@ -84,6 +84,8 @@ class Launch:
     """The secret from which the page's token is made, if the page wants one."""
     on_signal: str = "stop"
     """``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``."""
+    terminate_s: float | None = None
+    """Seconds from SIGTERM to SIGKILL that the user gives ranks (``--shutdown-timeout``). None: the verdict says."""
     joins: bool = False
     """Whether the node takes the place of one that was lost, in a job that is running."""
 
@@ -270,7 +272,9 @@ class OdysseyAgent(LocalElasticAgent):
         """Let the ranks end, or end them, and return the exit code of the job."""
         final, began_s = verdict.value or JobVerdict(code=1, terminate_s=_ORPHANS_S), time.monotonic()
         ranks.drain(final.grace_s)
-        ranks.end(final.terminate_s)
+        wished_s = self._launch.terminate_s
+        # A second signal leaves no time, whatever was wished.
+        ranks.end(wished_s if wished_s is not None and final.terminate_s else final.terminate_s)
         if verdict.value is None:
             return self._orphaned()
         if self._is_replaced:
