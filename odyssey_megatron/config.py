@@ -254,7 +254,11 @@ class OdysseyConfig:
         60.0, "limit for one message, collective or other instruction of a step (in seconds)"
     )
     recovery_timeout_s: float = _flag(30.0, "limit for agreeing on a new generation (in seconds)")
-    store_timeout_s: float = _flag(120.0, "limit for the first contact of all ranks (in seconds)")
+    store_timeout_s: float = _flag(
+        120.0,
+        "limit for the first contact of all ranks, and the age up to which a rank killed before it is started anew (in "
+        "seconds)",
+    )
 
     def __post_init__(self) -> None:
         _check(self)
