@@ -8,7 +8,9 @@ import random
 import socket
 import struct
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -97,6 +99,35 @@ def test_a_node_for_which_there_is_no_room_is_named(capfd):
     said = capfd.readouterr().err
     assert said.count("the node at 127.0.0.1 cannot be let in: the kernel has no room") == 1
     assert "net.core.optmem_max" in said
+
+
+def test_the_door_rests_after_each_look(monkeypatch):
+    """Else a crowd there would keep it looking, and the coordinator's thread would wait for it."""
+    done, here = list[object](), threading.get_ident()
+
+    def sleep(for_s: float) -> None:
+        if threading.get_ident() == here:  # doors of other tests may be open
+            done.append(for_s)
+
+    class Crowd:
+        def register(self, *one: object) -> None:
+            pass
+
+        def select(self, limit_s: float) -> list[object]:
+            if len(done) == 4:
+                raise KeyboardInterrupt
+            done.append("looks")
+            return []
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        keeper = _Doorkeeper(door, "secret", {}, None)
+        keeper._selector = Crowd()
+        monkeypatch.setattr(admission, "time", clock)
+        with pytest.raises(KeyboardInterrupt):
+            keeper.run()
+    assert done[:2] == done[2:] == ["looks", admission._BREATH_S]
+    assert admission._BREATH_S > 0
 
 
 def test_where_there_is_no_room_for_one_more_those_who_are_in_may_come_again():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -23,6 +24,17 @@ def test_a_rank_that_beats_is_not_silent():
     assert board.silent_s(1, now_s + 9.0) == 0.0, "a rank that is about to end"
     board.close()
     assert not board.path.exists()
+
+
+def test_no_other_user_can_write_into_it():
+    """He would keep a rank alive that hangs, or ask all of them to end."""
+    before = os.umask(0)
+    try:
+        board = HeartbeatBoard(1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(board.path.stat().st_mode) == 0o600
+    board.close()
 
 
 def test_code_that_keeps_the_gil_is_excused_and_only_then():

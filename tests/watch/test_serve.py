@@ -133,6 +133,15 @@ def test_who_asks_a_byte_at_a_time_keeps_nobody_out_for_long(served, monkeypatch
         one.close()
 
 
+def test_a_crowd_takes_no_more_threads_than_there_may_be_connections(served):
+    token, port = served
+    crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(serve._AT_ONCE)]
+    with pytest.raises(ConnectionError):  # the next one is closed unanswered
+        get(port, "/", Authorization=f"Bearer {token}")
+    for one in crowd:
+        one.close()
+
+
 def test_text_of_the_job_is_never_a_tag(runs, tmp_path):
     for path in (runs["shot_at"] / "journal").iterdir():
         (tmp_path / "journal").mkdir(exist_ok=True)
