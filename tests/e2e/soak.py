@@ -7,11 +7,11 @@ One small Megatron job (PP2 x DP3, float64) with --odyssey-respawn, beside the s
 without taking the last copy of a layer along may be hit at any moment: in a step, in a recovery, while it is filled.
 After every step the job checks that all holders of a layer have the same bytes.
 The agent, and the processes of all ranks at the end, must not have more than at a quarter of the kills: one that has
-lived that long (one rank is spared) than itself then, a newer one than the fullest then.
+lived that long (one rank is spared) than itself then, a newer one than the fullest then. A signal ends it after that.
 
 With ``--surroundings`` the job is Megatron-LM's, which saves checkpoints, and some ranks are killed while it is frozen,
-while its disk is full, as its run folder is deleted, or while strangers connect (``around.py``). A signal ends it after
-the last kill. Then every checkpoint must be that of the run without failures, and no file is left anywhere.
+while its disk is full, as its run folder is deleted, or while strangers connect (``around.py``). Then every checkpoint
+must be that of the run without failures, and no file is left anywhere.
 """
 
 from __future__ import annotations
@@ -46,11 +46,16 @@ from odyssey_megatron.metrics.steps import CommittedStep, check_samples, loss_di
 from odyssey_megatron.metrics.timeline import last_job
 from tests.e2e.around import Around, left_behind, small_disk
 from tests.e2e.test_leaks import usage
+from tests.launch.test_survival import is_running
 
 RANKS, STAGES, SPARED = 6, 2, 3
-STEPS_A_KILL = 12
+STEPS_A_KILL, SPARE_STEPS = 12, 1000
+"""A job has so many for each kill, and so many more. It trains until its processes were looked at behind the last kill,
+which takes longest where kills are few; a signal ends it then.
+"""
 BURIED_S, BURIED_OF_MEGATRON_LM_S = 6.0, 65.0
 """By then messages that gloo did not end (docs/not-yet.md) have reached their limit: 3 s, or a minute."""
+ENDS_IF_ASKED = ("--odyssey-on-sigterm", "save")
 EVERY_STEP = ("--check-weight-hash-across-dp-replicas-interval", "1")
 _WANTED = {
     "step_committed", "failure_detected", "decision", "generation_started", "rank_started", "switched"
@@ -207,10 +212,16 @@ class Gunman:
         seen, quiet_since_s = -1, time.monotonic()
         while time.monotonic() - quiet_since_s < self._buried_s:
             time.sleep(0.2)
-            begun = sum(event["event"] == "generation_started" for event in self._tail.more())
-            if begun > seen:
+            events = self._tail.more()
+            pids = _pids(events)
+            begun = sum(event["event"] == "generation_started" for event in events)
+            if begun > seen or not all(map(is_running, pids.values())):
                 seen, quiet_since_s = begun, time.monotonic()
-        pids = _pids(self._tail.events)
+            if (code := self._job.poll()) is not None:
+                sys.exit(
+                    f"the job has ended with exit code {code} after {len(self.shot)} kills, before it was seen what "
+                    "its processes hold. If its steps were through (exit code 0), raise SPARE_STEPS."
+                )
         return {pid: usage(pid) for pid in (self._job.pid, *(pids[rank] for rank in range(RANKS)))}
 
 
@@ -231,6 +242,10 @@ def growth(first: dict[int, dict[str, int]], last: dict[int, dict[str, int]], ag
 
 def _losses(events: list[dict[str, Any]]) -> int:
     return sum(event["event"] == "failure_detected" for event in events)
+
+
+def _committed(events: list[dict[str, Any]]) -> set[int]:
+    return {event["step"] for event in events if event["event"] == "step_committed"}
 
 
 def _pids(events: list[dict[str, Any]]) -> dict[int, int]:
@@ -273,25 +288,50 @@ def main() -> int:
 
 def alone(folder: Path, kills: int, seed: int) -> tuple[dict[str, Any], list[Bar]]:
     """The job on a machine that does nothing to it."""
-    steps = STEPS_A_KILL * kills
-    # On two ranks it takes least, and no layout changes a result.
-    whole = start(example(steps), folder / "undisturbed", folder / "undisturbed.log", 2, 1)
-    demand(whole, folder / "undisturbed.log")
+    trains = example(STEPS_A_KILL * kills + SPARE_STEPS)
     run_dir, log = folder / "shot-at", folder / "shot-at.log"
-    job = start(example(steps), run_dir, log, RANKS, STAGES, "--odyssey-respawn", "10000", *EVERY_STEP)
+    flags = ("--odyssey-respawn", "10000", *ENDS_IF_ASKED, *EVERY_STEP)
+    job = start(trains, run_dir, log, RANKS, STAGES, *flags)
     gunman = Gunman(job, Tail(run_dir, folder / "seen"), seed)
-    gunman.fire(kills)
-    if code := job.wait():
+    if (code := shot_at(job, gunman, kills)) != EXIT_AS_ASKED:
         sys.stderr.write(log.read_text()[-5000:])
     events = last_job(list(read_journal(run_dir)))
-    ours, theirs = read_run(run_dir).steps, read_run(folder / "undisturbed").steps
-    lost = steps - len({one.step for one in ours})
+    ours = read_run(run_dir).steps
+    steps = 1 + max((one.step for one in ours), default=-1)
+    # On two ranks it takes least, and no layout changes a result.
+    whole = start(trains, folder / "undisturbed", folder / "undisturbed.log", 2, 1, *ENDS_IF_ASKED)
+    train_as_far(whole, folder, steps)
+    theirs = read_run(folder / "undisturbed").steps
+    compared = {one.step for one in ours} & {one.step for one in theirs}
     bars = [
-        exactly("exit code", code, 0),
-        at_most("lost steps", lost, 0),
+        exactly("exit code", code, EXIT_AS_ASKED),
+        at_most("lost steps", steps - len(compared), 0),
         at_most("wrong samples", len(check_samples(events, ours).problems), 0),
     ]
     return described(events, gunman, steps), [*bars, *common_bars(events, gunman, kills, ours, theirs)]
+
+
+def shot_at(job: subprocess.Popen[bytes], gunman: Gunman, kills: int) -> int:
+    """The exit code of the job, which is asked to end after the last kill."""
+    try:
+        gunman.fire(kills)
+        job.terminate()
+        return job.wait(ENDS_WITHIN_S)
+    finally:
+        job.kill()
+
+
+def train_as_far(job: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
+    """Let the job train ``steps`` steps without failures, and end it."""
+    tail = Tail(folder / "undisturbed", folder / "seen-undisturbed")
+    try:
+        while job.poll() is None and len(_committed(tail.more())) <= steps:
+            time.sleep(0.2)
+        job.terminate()
+        if job.wait(ENDS_WITHIN_S) not in (0, EXIT_AS_ASKED):
+            sys.exit((folder / "undisturbed.log").read_text()[-3000:])
+    finally:
+        job.kill()
 
 
 def surrounded(folder: Path, kills: int, seed: int) -> tuple[dict[str, Any], list[Bar]]:
@@ -307,14 +347,9 @@ def surrounded(folder: Path, kills: int, seed: int) -> tuple[dict[str, Any], lis
         job = start(megatron_lm(most, saved[0]), run_dir, log, RANKS, STAGES, *flags, TMPDIR=str(temporary))
         around = Around(job.pid, run_dir, disk, random.Random(seed))
         gunman = Gunman(job, tail, seed, around)
-        try:
-            gunman.fire(kills)
-            job.terminate()
-            if (code := job.wait(ENDS_WITHIN_S)) != EXIT_AS_ASKED:
-                said = [line for line in log.read_text().splitlines() if line.startswith("[odyssey")]
-                sys.exit("\n".join([*said[-60:], log.read_text()[-3000:], f"exit code {code}"]))
-        finally:
-            job.kill()
+        if (code := shot_at(job, gunman, kills)) != EXIT_AS_ASKED:
+            said = [line for line in log.read_text().splitlines() if line.startswith("[odyssey")]
+            sys.exit("\n".join([*said[-60:], log.read_text()[-3000:], f"exit code {code}"]))
         tail.more()
     events = last_job(list(read_journal(folder / "seen")))
     pids = {event["pid"] for event in events if event["event"] == "rank_started"} | {job.pid}

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.generations import QUIET, STEPS, marker, seen
 from tests.launch.jobserver import CHECKOUT, events, wait_for
+from tests.launch.test_survival import is_running
 
 OP_TIMEOUT_S = 1.5
 """A sum that was cut off with a part of it received keeps its threads for so long (docs/not-yet.md)."""
@@ -21,7 +22,9 @@ two threads and some descriptors.
 
 
 def usage(pid: int) -> dict[str, int]:
-    """What a process holds right now."""
+    """What a process holds right now. Raises ProcessLookupError if it has ended."""
+    if not is_running(pid):
+        raise ProcessLookupError(f"process {pid} has ended, so that nothing can be said of what it holds")
     fds = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):  # closed since it was listed

@@ -8,13 +8,25 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 
 import pytest
 
 from odyssey_megatron.metrics.lines import Lines
 from tests.e2e.around import Around, left_behind, listening, small_disk
-from tests.e2e.soak import Tail, printed_difference, twice_or_not
+from tests.e2e.soak import Gunman, Tail, printed_difference, twice_or_not
+from tests.e2e.test_leaks import usage
 from tests.launch.jobserver import CHECKOUT, events, pid_of, wait_for
+
+
+def test_what_has_ended_is_said_to_have_ended(tmp_path):
+    job = subprocess.Popen(["true"])
+    gunman = Gunman(job, Tail(tmp_path / "run", tmp_path / "seen"), 1)
+    os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOWAIT)  # the kernel still knows of it
+    with pytest.raises(ProcessLookupError, match=f"process {job.pid} has ended"):
+        usage(job.pid)
+    with pytest.raises(SystemExit, match="the job has ended with exit code 0 after 0 kills"):
+        gunman._usage()
 
 
 def test_nothing_is_lost_of_a_journal_whose_folder_is_deleted(tmp_path):
