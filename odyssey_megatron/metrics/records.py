@@ -163,7 +163,7 @@ class _Line(TypedDict):
 
 
 class Candidate(TypedDict, total=False):
-    """A row of the ``candidates`` of a ``decision``: ``plan.generation.CandidateRow``."""
+    """A row of the ``candidates`` of a ``decision``: ``plan.sending.generation.CandidateRow``."""
 
     name: str
     step_s: float | None

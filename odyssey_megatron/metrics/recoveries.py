@@ -53,7 +53,7 @@ class RecoveryRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """The reason why a generation has its plan. ``candidates`` are ``plan.generation.CandidateRow`` as JSON."""
+    """The reason why a generation has its plan. ``candidates`` are ``plan.sending.generation.CandidateRow`` as JSON."""
 
     generation: int
     dead: tuple[int, ...]

@@ -39,7 +39,7 @@ class Communicator:
 
     @property
     def way(self) -> Channel | None:
-        """The direction of messages that it is connected for (``plan.groups.way_of``). None: collectives."""
+        """The direction of messages that it is connected for (``plan.placing.groups.way_of``). None: collectives."""
         return way_of(self.name)
 
     @property

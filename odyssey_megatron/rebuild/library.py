@@ -31,7 +31,7 @@ T = TypeVar("T")
 Connect = Callable[[Any, int, int, Channel | None], Any]
 """A function (store, index in the group, size, way) -> torch's backend, connected. Every rank of a group must call it.
 
-The way is the direction of a channel's messages (``plan.groups.way_of``).
+The way is the direction of a channel's messages (``plan.placing.groups.way_of``).
 """
 
 _TYPES = dist.ProcessGroup.BackendType

@@ -214,7 +214,7 @@ def _messages(one: LinkVerdict, sums: Links, state: ClusterState) -> dict[tuple[
     """Return (sender, receiver) -> additional seconds of a message from or to a node with slow sums.
 
     It is assumed that the node's network is slow. A sum over k workers of a message's size sends 2 (k - 1) / k times as
-    many bytes (``plan.simulate.reduce_s``). About sums of no particular node nothing is known.
+    many bytes (``plan.checking.simulate.reduce_s``). About sums of no particular node nothing is known.
     """
     if not one.nodes:
         return {}

@@ -87,7 +87,9 @@ class Needs(NamedTuple):
     transfers: Collection[Transfer] = ()
     """The transfers that lead to the layout."""
     beside: bool = False
-    """Whether it begins between two steps, so that layers move beside messages: see ``plan.groups.group_members``."""
+    """Whether it begins between two steps, so that layers move beside messages: see
+    ``plan.placing.groups.group_members``.
+    """
 
     @property
     def ways(self) -> Counter[Channel]:
