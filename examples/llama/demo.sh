@@ -32,7 +32,7 @@ train "$out/undisturbed"
 # Stage 2 of the second pipeline in its backward; then rank 0; then a rank hangs while gradients are summed.
 echo "== 2/3 the same job, shot at: three ranks are lost on the way"
 train "$out/shot-at" --odyssey-inject \
-  "rank=5,step=7,at=backward;rank=0,step=18,at=forward;rank=6,step=29,at=reduce"
+  "rank=5,step=7,at=backward;rank=0,step=18,at=forward;rank=6,step=29,at=reduce,signal=STOP"
 
 echo "== 3/3 what happened"
 odyssey report "$out/shot-at" --reference "$out/undisturbed" --out "$out/report"
