@@ -61,12 +61,13 @@ def _head(state: Live, now_s: float) -> list[str]:
         "" if state.goodput.share is None else f"goodput {state.goodput.share:.2%}",
     ]
     here = state.standing
-    return [
-        printable(f"odyssey {state.name} · {over}{silent}"),
+    lines = (
+        f"odyssey {state.name} · {over}{silent}",
         " · ".join(one for one in numbers if one),
         f"{state.living} of {state.world_size} ranks live · generation {here.generation} {state.policy} · "
         f"{_count(here.survives, 'more worker')} and {_count(here.survives_nodes, 'more node')} can be lost at once",
-    ]
+    )
+    return [printable(one) for one in lines]
 
 
 def _s(seconds: float | None) -> str:

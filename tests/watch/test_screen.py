@@ -16,9 +16,10 @@ import pytest
 
 from odyssey_megatron import cli
 from odyssey_megatron.metrics.follow import Follower
-from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.journal import Journal, read_journal
 from odyssey_megatron.metrics.live import GivenUp, live
 from odyssey_megatron.metrics.standing import DEAD
+from odyssey_megatron.metrics.timeline import last_job
 from odyssey_megatron.watch.screen import frame
 
 PLAIN = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
@@ -81,6 +82,29 @@ def test_broken_gpus_and_stages_without_anybody_are_said(state):
     text = frame(broken, now_s=0.0, width=120, colours=False)
     assert re.search("^stage 2 nobody ", text, re.MULTILINE)
     assert "\ngiven up, until odyssey readmit: GPU 1 of host0 (rank 5)\n" in text
+
+
+def spoiled(value, key=""):
+    """``value`` with codes that colour a terminal and ring its bell behind each text, but for the names of events."""
+    if isinstance(value, dict):
+        return {name: spoiled(one, name) for name, one in value.items()}
+    if isinstance(value, list):
+        return [spoiled(one) for one in value]
+    return f"{value}\x1b[31m\x07" if isinstance(value, str) and key != "event" else value
+
+
+def test_nothing_that_a_journal_says_controls_the_terminal(runs):
+    events = last_job(list(read_journal(runs["shot_at"])))
+    last, more = events[-1], [
+        {"event": "given_up", "target": 3, "slot": 1, "host": "host0"},
+        {"event": "left_out", "target": 2, "host": "host1", "why": "NaN"},
+        {"event": "slowness", "kind": "slow link", "slow_ranks": [1, 6], "speed": 0.5, "why": "lasts"},
+    ]  # fmt: skip
+    evil = spoiled([*events, *({**last, **one} for one in more)])
+    for state in (live("run\x1b[31m\x07", evil), replace(live("run", evil), verdict=None)):
+        text = frame(state, now_s=0.0, width=400, colours=False)
+        assert text.count("\\x1b[31m\\x07") > 10, "it is shown"
+        assert all(one.isprintable() for one in text.splitlines())
 
 
 def test_a_job_that_is_only_observed_is_not_said_to_start_or_to_recover(tmp_path, capsys):
