@@ -69,8 +69,8 @@ def _pid_of(args: Namespace) -> int:
     """Return the process id of the rank. Raises ConfigError if the rank does not run on this machine."""
     started = [
         event
-        for event in read_journal(args.run_dir)
-        if event["event"] == "rank_started" and event.get("target") == args.rank and "pid" in event
+        for event in read_journal(args.run_dir, only=("rank_started",))
+        if event.get("target") == args.rank and "pid" in event
     ]
     if not started:
         raise ConfigError(

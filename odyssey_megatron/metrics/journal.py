@@ -8,9 +8,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import read_bytes
 from odyssey_megatron.metrics.lines import Lines
 from odyssey_megatron.metrics.outlet import Outlet, say
-from odyssey_megatron.metrics.records import CLOCK_READINGS, EVENTS, SCHEMA_VERSION, STALLS, JournalLine
+from odyssey_megatron.metrics.records import (
+    CLOCK_READINGS,
+    EVENTS,
+    OF_AGENTS,
+    SCHEMA_VERSION,
+    STALLS,
+    JournalLine,
+)
 from odyssey_megatron.names import step_name
 
 _ECHO_WIDTH = 120
@@ -33,7 +41,7 @@ class Journal:
     """
 
     def __init__(self, run_dir: str | Path, *, source: str, rank: int = -1, job: str = ""):
-        path = Path(run_dir) / "journal" / f"{source}.jsonl"
+        path = file_of(run_dir, source)
         self._source, self._rank, self._job, self._clock = source, rank, job, clock()
         self._outlet = Outlet(
             Lines(path).write,
@@ -130,11 +138,29 @@ MAX_JOURNAL_BYTES = 8 * 2**30
 """Size limit for the journal of one process; more would not fit into the memory of most machines."""
 
 
-def files_of(run_dir: str | Path) -> list[Path]:
-    """The journal's, one of each process; none if there is no journal. Raises ConfigError."""
+def file_of(run_dir: str | Path, source: str) -> Path:
+    """Return where the lines of one process are."""
+    return Path(run_dir) / "journal" / f"{source}.jsonl"
+
+
+_OF_RANK = re.compile(r"rank\d+", re.ASCII)
+"""The source of a rank's lines, by which its file is named."""
+
+
+def files_of(run_dir: str | Path, only: Sequence[str] = ()) -> list[Path]:
+    """The journal's, one of each process; none if there is no journal. Raises ConfigError.
+
+    Args:
+        only: Names of events. Files that have none of them may be left out; empty: no file is.
+    """
     folder = Path(run_dir) / "journal"
+    agents_alone = bool(only) and OF_AGENTS.keys() >= {*only}
     try:
-        return sorted(path for path in folder.iterdir() if path.suffix == ".jsonl")
+        return sorted(
+            path
+            for path in folder.iterdir()
+            if path.suffix == ".jsonl" and not (agents_alone and _OF_RANK.fullmatch(path.stem))
+        )
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -146,7 +172,7 @@ class NoEvent(ValueError):
 
 
 def read_journal(
-    run_dir: str | Path, left_out: Callable[[str], None] = lambda said: None, *, only: str = ""
+    run_dir: str | Path, left_out: Callable[[str], None] = lambda said: None, *, only: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """Return all events of a folder: those of one process in its order, otherwise in order of ``wall_s``.
 
@@ -155,13 +181,15 @@ def read_journal(
 
     Args:
         left_out: Is told of lines that are not events, one sentence for each file that has some.
-        only: The name of the events that are returned, so that lines without it need no parsing; empty: all.
+        only: The names of the events that are returned, so that other lines are not parsed, nor files read that have
+            none of them; empty: all.
 
     Raises:
         ConfigError: A file cannot be read, or was written by a newer, incompatible version.
     """
     events: list[tuple[float, dict[str, Any]]] = []
-    for path in files_of(run_dir):
+    wanted = [f'"{name}"'.encode() for name in only]
+    for path in files_of(run_dir, only):
         try:
             rows = read_bytes(path, MAX_JOURNAL_BYTES).split(b"\n")
         except ValueError as error:
@@ -171,7 +199,7 @@ def read_journal(
         latest_s = 0.0
         bad: list[tuple[int, NoEvent]] = []
         for number, row in enumerate(rows, 1):
-            if only.encode() not in row:
+            if wanted and not any(name in row for name in wanted):
                 continue
             try:
                 event = event_of(row)
@@ -180,7 +208,7 @@ def read_journal(
                 continue
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: {error}.") from error
-            if event is not None and only in ("", event["event"]):
+            if event is not None and (not only or event["event"] in only):
                 latest_s = max(latest_s, event["wall_s"])  # the clock may have been set back
                 events.append((latest_s, event))
         if bad:

@@ -31,8 +31,8 @@ LINK_KINDS = (SLOW_LINK, "slow network", SLOW_SUMS)
 network is slow, or the ranks that sum.
 """
 
-EVENTS: dict[str, tuple[str, ...]] = {
-    # -- agents and coordinator
+_Fields = dict[str, tuple[str, ...]]
+OF_AGENTS: _Fields = {
     "job_started": ("world_size", "nodes", "observes"),
     "rank_started": ("target", "pid", "host"),
     "failure_detected": ("dead", "code", "cause", "causes"),
@@ -63,6 +63,11 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "expert_loads": ("loads", "experts"),
     "asked": ("signal", "how"),
     "job_finished": ("verdict", "exit_code"),
+}
+"""The events that agents and the coordinator write, and ranks do not."""
+
+EVENTS: _Fields = {
+    **OF_AGENTS,
     # -- ranks
     "injected": ("at", "signal", "microbatch"),
     "slowed": ("slow",),

@@ -42,7 +42,7 @@ def with_measured_loads(state: ClusterState, runs: Sequence[str]) -> tuple[Clust
 def _loads(run: str, experts: int, whole: int) -> dict[int, float]:
     """Return number of ranks -> tokens of the busiest one, as in ``cluster/expert_loads.py``; empty: not measured."""
     found: dict[int, float] = {}
-    for event in read_journal(run if os.path.isdir(run) else Path(run).parent, only="expert_loads"):
+    for event in read_journal(run if os.path.isdir(run) else Path(run).parent, only=("expert_loads",)):
         loads = dict(event.get("loads") or ())
         if event.get("experts") == experts and max(loads, default=0) == whole and min(loads.values()) > 0:
             found = loads

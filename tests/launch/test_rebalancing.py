@@ -350,5 +350,5 @@ def test_what_experts_load_gangs_with_is_known_to_decisions_and_told_where_it_is
     assert (
         "the busiest rank of a gang of 4 gets 1.50 times the mean of tokens, 2.10 times in one of 2" in said
     )
-    told = [(event["loads"], event["experts"]) for event in read_journal(job.folder, only="expert_loads")]
+    told = [(event["loads"], event["experts"]) for event in read_journal(job.folder, only=("expert_loads",))]
     assert told == [([[4, 1.04], [2, 2.0]], 0), ([[4, 1.5], [2, 2.1]], 0)]

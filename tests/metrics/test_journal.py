@@ -62,6 +62,22 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert [event["why"] for event in read_journal(tmp_path)] == ["late"]
 
 
+def test_of_some_events_only_their_lines_are_parsed_and_only_files_that_may_have_them_are_read(tmp_path):
+    agent, host = (Journal(tmp_path, source=one) for one in ("agent0", "host"))
+    agent.event("rank_started", target=3, pid=1, host="rank_started")
+    agent.event("generation_agreed", generation=1)
+    host.event("job_finished", verdict="done", exit_code=0)
+    with (tmp_path / "journal" / "agent0.jsonl").open("a") as file:
+        file.write('{"event":"no event"}\n')
+    (tmp_path / "journal" / "rank3.jsonl").mkdir()
+    said = []
+    found = read_journal(tmp_path, said.append, only=("rank_started", "job_finished"))
+    assert [event["event"] for event in found] == ["rank_started", "job_finished"]
+    assert not said
+    with pytest.raises(ConfigError, match="rank3"):
+        list(read_journal(tmp_path, only=("rank_started", "step_committed")))
+
+
 def test_a_newer_schema_is_refused(tmp_path):
     folder = tmp_path / "journal"
     folder.mkdir()
