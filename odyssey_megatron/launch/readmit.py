@@ -10,7 +10,7 @@ from typing import Any
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between, Parser, printable
 from odyssey_megatron.launch.wire import requests
-from odyssey_megatron.metrics.journal import clock, read_journal
+from odyssey_megatron.metrics.journal import clock, file_of, read_journal
 
 _AGENT = re.compile(r"[\w-]{1,60}/agent\d{1,6}", re.ASCII)
 """Job and source of a line by an agent. The journal is a file that others may have written to."""
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     job, node = _agent_of(args.run_dir, args.rank)
     try:
-        print(printable(requests.ask(job, node, args.rank, args.gpu)))
+        said = requests.ask(job, node, args.rank, args.gpu, owner=_owner(args.run_dir, node))
+        print(printable(said))
     except ConnectionRefusedError:
         raise ConfigError(
             f"the agent of node {node}, which has started rank {args.rank} on this machine, cannot be reached. If the "
@@ -54,7 +55,7 @@ def _agent_of(run_dir: Path, rank: int) -> tuple[str, int]:
     """
     started: dict[str, Any] = {}
     ended: dict[str, str] = {}
-    for event in read_journal(run_dir):
+    for event in read_journal(run_dir, only=("rank_started", "job_finished")):
         if (
             event["event"] == "rank_started"
             and event.get("target") == rank
@@ -76,6 +77,14 @@ def _agent_of(run_dir: Path, rank: int) -> tuple[str, int]:
             "there. If that machine is gone, 'odyssey join' on the one that replaces it brings all its ranks back."
         )
     return job, node
+
+
+def _owner(run_dir: Path, node: int) -> int | None:
+    """Return the user whose file the journal of ``node``'s agent is; None if that is not known."""
+    try:
+        return file_of(run_dir, f"agent{node}").stat().st_uid
+    except OSError:
+        return None
 
 
 def _agent(event: Mapping[str, Any]) -> str:

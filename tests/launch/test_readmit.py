@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -277,6 +278,22 @@ def test_a_journal_that_names_no_job(tmp_path, capsys, job):
     assert "has no record of a rank 5" in refused(capsys, tmp_path, "--rank", "5")
 
 
+@pytest.mark.parametrize("command", ["readmit", "inject"])
+def test_of_a_long_journal_no_steps_are_read(tmp_path, capsys, monkeypatch, command):
+    folder, name = run_folder(tmp_path)
+    nobody = 2**30
+    Journal(folder, source="agent0", job=name).event("rank_started", target=4, pid=nobody, host="gpu0")
+    rank = Journal(folder, source="rank5", rank=5, job=name)
+    for step in range(100):
+        rank.event("step_committed", step=step, loss={})
+    (folder / "journal" / "rank6.jsonl").mkdir()  # whoever reads it fails
+    parsed, whole = [], journal.event_of
+    monkeypatch.setattr(journal, "event_of", lambda row: parsed.append(row) or whole(row))
+    assert cli.main([command, str(folder), "--rank", "4"]) == 2
+    assert re.search("cannot be reached|is not running", capsys.readouterr().err)
+    assert len(parsed) == 2
+
+
 def test_a_job_or_a_node_that_is_gone(tmp_path, capsys):
     folder, name = run_folder(tmp_path)
     said = refused(capsys, folder, "--rank", "5")
@@ -367,6 +384,25 @@ def test_another_user_is_not_heard(tmp_path):
         got = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "the job is another user's" in got.stderr
     assert not heard
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_s_answer_is_not_believed(tmp_path, capsys):
+    """Who has taken the agent's name, once it was gone. An owner of the journal, for whom root asks, is believed."""
+    folder, name = run_folder(tmp_path)
+    program = (
+        "import os, sys; from odyssey_megatron.launch.wire import requests; os.setuid(65534); "
+        "own = requests._socket(requests._name(sys.argv[1], 0)); print('there', flush=True); "
+        '[own.sendto(b\'{"done": true, "says": "rank 5 starts"}\', requests._receive(own)[2]) for _ in range(2)]'
+    )
+    with subprocess.Popen([sys.executable, "-c", program, name], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"there\n"
+        said = refused(capsys, folder, "--rank", "5")
+        assert "user 65534 has answered in the place of the agent of node 0, and is not believed" in said
+        os.chown(folder / "journal" / "agent0.jsonl", 65534, -1)
+        assert cli.main(["readmit", str(folder), "--rank", "5"]) == 0
+        assert other.wait(20) == 0
+    assert capsys.readouterr().out == "rank 5 starts\n"
 
 
 def test_what_is_no_request_harms_nobody(tmp_path):

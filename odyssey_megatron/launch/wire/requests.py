@@ -2,7 +2,8 @@
 
 They reach it by a datagram socket that has a name and no file: the name ends with the agent, and nothing is left
 behind. A job on one node draws its secret itself, so people cannot show it; but the kernel says of each message which
-user has sent it. The agent hears those who could signal its processes anyway: its own user, and root.
+user has sent it. The agent hears those who could signal its processes anyway: its own user, and root. Any user can take
+the name once the agent is gone, so that who asks looks at the user of the answer, too.
 """
 
 from __future__ import annotations
@@ -97,11 +98,23 @@ def _answered(text: bytes, uid: int, do: Callable[[Request], str]) -> _Answer | 
         return _Answer(done=False, says=str(error))
 
 
-def ask(job: str, node: int, rank: int, gpu: int | None, within_s: float = _ANSWERS_WITHIN_S) -> str:
+def ask(
+    job: str,
+    node: int,
+    rank: int,
+    gpu: int | None,
+    *,
+    owner: int | None = None,
+    within_s: float = _ANSWERS_WITHIN_S,
+) -> str:
     """Ask the agent of ``node`` of ``job``, on this machine, to start ``rank`` again; return what it says.
 
+    Args:
+        owner: The user that has written the agent's journal, who is believed, as are root and the user of this process:
+            root may ask for a job of anybody.
+
     Raises:
-        ConfigError: It cannot be, or the agent has not answered within ``within_s`` seconds.
+        ConfigError: It cannot be, another user has answered, or nobody within ``within_s`` seconds.
         ConnectionRefusedError: There is no such agent here.
     """
     ends_s = time.monotonic() + within_s
@@ -111,12 +124,18 @@ def ask(job: str, node: int, rank: int, gpu: int | None, within_s: float = _ANSW
         try:
             own.connect(_name(job, node))  # only its messages are taken from now on
             own.send(to_json(request).encode())
-            text, _, _ = _receive(own)
+            text, uid, _ = _receive(own)
         except TimeoutError:
             raise ConfigError(
                 f"the agent of node {node} has not answered for {within_s:g} s, so nothing is done. It may be stopped, "
                 "or its machine very busy: try again."
             ) from None
+    if uid not in (0, os.getuid(), owner):
+        raise ConfigError(
+            f"user {uid} has answered in the place of the agent of node {node}, and is not believed: that is neither "
+            f"root, nor you (user {os.getuid()}), nor whose file the agent's journal is. The agent has probably ended; "
+            "look whether the job still runs. If it is that user's, do it as the user who has started it."
+        )
     try:
         found = from_json(_Answer, text)
     except ValueError as error:
