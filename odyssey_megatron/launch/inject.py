@@ -81,7 +81,11 @@ def _pid_of(args: Namespace) -> int:
     elsewhere = started[-1].get("clock", clock()) != clock()
     # Either the rank has ended, and its pid may belong to another process by now; or it runs on another host.
     if elsewhere or _started_s(pid) > started[-1]["t_s"] + 0.1:
-        raise ConfigError(f"rank {args.rank} of {args.run_dir} (pid {pid}) is not running on this machine.")
+        raise ConfigError(
+            f"rank {args.rank} of {args.run_dir} is not running on this machine, as far as its journal says: its last "
+            f"process (pid {pid}) has ended, or is on another machine. While nothing can be written to the run's "
+            "folder, the journal does not know of new processes."
+        )
     return pid
 
 
