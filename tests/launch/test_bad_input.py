@@ -12,7 +12,7 @@ import pytest
 from odyssey_megatron import cli
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import line
-from odyssey_megatron.launch.wire.verdict import ENDS_S
+from odyssey_megatron.launch.wire.verdict import ENDS_S, JobVerdict
 from tests.launch.jobserver import CHECKOUT, events
 
 
@@ -181,6 +181,13 @@ def test_a_script_has_the_time_to_clean_up_that_it_is_given(server, tmp_path, gi
     job = server.run([*launch, script, tmp_path, *flags], log=tmp_path / "log")
     assert job.wait(20) == 5, job.log()
     assert (tmp_path / "clean").exists() == given
+
+
+def test_a_second_signal_leaves_no_time_whatever_is_given():
+    assert JobVerdict(code=143, terminate_s=0.0).leaves_s(30) == 0
+    assert JobVerdict(code=1).leaves_s(30) == 30
+    assert JobVerdict(code=1).leaves_s(0) == 0
+    assert JobVerdict(code=1).leaves_s(None) == ENDS_S
 
 
 def test_a_script_that_never_joins(server, tmp_path):

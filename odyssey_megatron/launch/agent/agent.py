@@ -272,9 +272,7 @@ class OdysseyAgent(LocalElasticAgent):
         """Let the ranks end, or end them, and return the exit code of the job."""
         final, began_s = verdict.value or JobVerdict(code=1, terminate_s=_ORPHANS_S), time.monotonic()
         ranks.drain(final.grace_s)
-        wished_s = self._launch.terminate_s
-        # A second signal leaves no time, whatever was wished.
-        ranks.end(wished_s if wished_s is not None and final.terminate_s else final.terminate_s)
+        ranks.end(final.leaves_s(self._launch.terminate_s))
         if verdict.value is None:
             return self._orphaned()
         if self._is_replaced:

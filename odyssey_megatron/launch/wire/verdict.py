@@ -54,6 +54,10 @@ class JobVerdict:
     nodes: tuple[int, ...] = ()
     """Nodes that are still there, other than the one that hosts the job."""
 
+    def leaves_s(self, wished_s: float | None) -> float:
+        """Return the seconds from SIGTERM to SIGKILL if the user wishes ``wished_s``. A second signal leaves none."""
+        return self.terminate_s if wished_s is None or not self.terminate_s else wished_s
+
 
 def by_signal(verdict: JobVerdict, exits: Mapping[int, int]) -> JobVerdict:
     """Return ``verdict``, or another one if all ranks were ended by a signal: then no hardware was lost.
