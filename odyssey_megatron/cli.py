@@ -164,3 +164,7 @@ def _usage() -> str:
     lines = [f"  {name:<8} {text}" for name, (_, text) in _COMMANDS.items()]
     more = "odyssey COMMAND --help says more, and odyssey --version which one this is."
     return "\n".join(["usage: odyssey COMMAND ...", "", *lines, "", more])
+
+
+if __name__ == "__main__":
+    run_and_end()

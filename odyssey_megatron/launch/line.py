@@ -58,7 +58,8 @@ def parse(argv: Sequence[str], prog: str) -> Any:
         "--preload",
         default=os.environ.get("ODYSSEY_PRELOAD", ""),
         metavar="MODULE[,MODULE...]",
-        help="import these once and fork the ranks from there (CPU only): seconds less to start each",
+        help="import these once and fork the ranks from there (CPU only): seconds less to start each. Default: those "
+        "in the variable ODYSSEY_PRELOAD",
     )
     for action in parser._actions:
         action.type = _TYPES.get(action.dest, action.type)

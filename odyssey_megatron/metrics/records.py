@@ -134,7 +134,7 @@ them has died of (``cell``: another rank of its cell has).
   it was), ``redo`` (it was done again) or ``finish`` (it had been agreed on). ``eager_forwards``: the number
   of the dead workers' forwards that others had run ahead, so that they were not done again.
 - ``switched``: a generation that began between two steps. Training stood still for ``groups_s``, ``agree_s``
-  and ``transfer_s``, while ``fill_s`` ran behind the first step.
+  and ``transfer_s``, and behind its first step for ``fill_s``, until all its layers were there.
 - ``redone``: seconds from the recovery until the step was committed.
 - ``step_committed``: ``loss`` is a dict of named losses. A step that is ``skipped`` has changed no weight, as
   its loss scale was too large. ``step_s`` is -1 where it was not timed.
@@ -225,7 +225,6 @@ class JournalLine(_Line, total=False):
     receiver: _Id
     members: tuple[_Id, ...]
     agreed_s: _Seconds | None
-    detected_s: _Seconds | None
     abort_s: _Seconds | None
     agree_s: _Seconds | None
     groups_s: _Seconds | None
@@ -249,7 +248,6 @@ class JournalLine(_Line, total=False):
     microbatches: tuple[_Id, ...]
     samples: tuple[tuple[_Id, ...], ...]
     instructions: tuple[tuple[str, _Seconds, _Seconds], ...]
-    observations: Any
     digest: Any
     count: _Id
     state_bytes: Any

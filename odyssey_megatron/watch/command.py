@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--metrics-port", type=_PORT, help="serve metrics for Prometheus there, at /metrics")
     parser.add_argument(
-        "--bind", default="127.0.0.1", help="address to serve at (127.0.0.1); others want a token"
+        "--bind",
+        default="127.0.0.1",
+        help=f"address to serve at (127.0.0.1); others want a token, which is drawn unless {TOKEN} is set",
     )
     # Sockets that listen already.
     for name in ("--page-fd", "--metrics-fd"):

@@ -97,6 +97,12 @@ def test_says_its_version(capsys):
     assert capsys.readouterr().out == f"odyssey-megatron {odyssey_megatron.__version__}\n"
 
 
+def test_its_module_is_the_command_too():
+    argv = [sys.executable, "-m", "odyssey_megatron.cli", "--version"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"odyssey-megatron {odyssey_megatron.__version__}\n"
+
+
 def test_a_full_disk_under_what_is_printed_is_said():
     with open("/dev/full", "w") as full:
         argv = [sys.executable, "-m", "odyssey_megatron", "--help"]
