@@ -309,7 +309,7 @@ class Respawn:
                 stdout=logs[0] or "",
                 stderr=logs[1] or "",
                 local_rank_id=slot,
-                numa_options=None,
+                numa_options=context._numa_options,  # --numa-binding holds for later processes, too
             )
         process = handler.proc
         self._put_off.discard(rank)

@@ -123,8 +123,8 @@ def solve(
     """Return :func:`best_order`, looked up if it is known.
 
     If the best order without a limit is within ``before_s``, it is also what ``best_order`` finds with that limit.
-    There are few exceptions, where workers have limits of their own: which rules are tried by finer times depends on
-    what is in time.
+    There are few exceptions: where workers have limits of their own, which rules are tried by finer times depends on
+    what is in time, and with a limit there are fewer patient rules.
     """
     orders = known(costs.of_orders).orders  # slow links that matter are in the shape
     best = orders.get(shape)
