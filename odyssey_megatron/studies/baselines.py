@@ -37,7 +37,7 @@ class World:
     profile: Profile
     workers: tuple[int, ...]
     mtbf_s: float
-    """The true mean time between changes; Chameleon and the checkpoint interval are told it."""
+    """The true mean time between changes, which Chameleon and our planner are told."""
     gpus_per_node: int = 0
     """0: not known."""
     start_s: float = START_S
@@ -67,6 +67,11 @@ class Running:
     note: str = ""
     restarted: bool = False
     """Whether it was restarted from a checkpoint."""
+
+    @property
+    def going_on(self) -> Running:
+        """The same after a change that does not concern it."""
+        return replace(self, downtime_s=0.0, restarted=False)
 
 
 def fused(costs: Costs) -> Costs:
@@ -182,7 +187,11 @@ class System:
         return min(theirs, our_step_s(layout, world.profile)) if self.ours else theirs
 
     def restarted(self, world: World, alive: Sequence[int], note: str) -> Running:
-        """Return a restart from a checkpoint on the workers that are left, in plain Megatron's layout."""
+        """Return a restart from a checkpoint on the workers that are left, in plain Megatron's layout.
+
+        It costs the same for all systems, ours among them: the profile's ``restart_s``, in which the steps are that are
+        done again. Nobody's steps are longer by the time that saves take.
+        """
         layout = healthy_layout(world, alive)
         if layout is None:
             return Running(layout=None, step_s=math.inf, downtime_s=0.0, note=note + ": too few workers")
@@ -199,10 +208,6 @@ class Restart(System):
     """Varuna's way, with plain Megatron layouts: checkpoint, stop, restart on what is left (arXiv 2111.04007)."""
 
     name = "restart"
-    checkpoint_s = 15.0
-
-    def start(self, world: World) -> Running:
-        return self._slowed(world, super().start(world))
 
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
         layout = running.layout
@@ -211,19 +216,8 @@ class Restart(System):
             and set(layout.workers) <= set(alive)
             and len(layout.workers) + len(layout.routes[0].hops) > len(alive)
         ):
-            return replace(running, downtime_s=0.0)
-        after = self.restarted(world, alive, "restart")
-        lost = self._interval_s(world) / 2
-        return self._slowed(world, replace(after, downtime_s=after.downtime_s + lost))
-
-    def _interval_s(self, world: World) -> float:
-        """Return Young's and Daly's interval: the square root of twice the cost of a save times the mean time between
-        failures.
-        """
-        return math.sqrt(2 * self.checkpoint_s * world.mtbf_s)
-
-    def _slowed(self, world: World, running: Running) -> Running:
-        return replace(running, step_s=running.step_s * (1 + self.checkpoint_s / self._interval_s(world)))
+            return running.going_on
+        return self.restarted(world, alive, "restart")
 
 
 class Bamboo(System):

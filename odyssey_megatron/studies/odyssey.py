@@ -88,9 +88,7 @@ class Odyssey(System):
         except (LayersLost, PlanInfeasible):
             if now.lost or set(running.layout.workers) <= set(now.alive):
                 return self._restart(world, now)
-            return replace(
-                running, downtime_s=0.0, restarted=False
-            )  # it cannot do without a cell that was to leave
+            return running.going_on  # it cannot do without a cell that was to leave
         self.plan = decision.plan
         return Running(
             layout=self.plan.layout,

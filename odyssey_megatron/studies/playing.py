@@ -37,8 +37,8 @@ def play(
 ) -> Played:
     """Play ``trace``: tokens are trained whenever the system does not stand still.
 
-    A death in the middle of a step costs half a step on average, which is done again. A change during a downtime starts
-    the next downtime.
+    A death in the middle of a step costs half a step on average, which is done again; after a restart, that is part of
+    what the restart costs. A change during a downtime starts the next downtime, unless the system goes on as it was.
 
     Args:
         say: is told the system and the time in the trace, at the start and before each change.
@@ -56,10 +56,10 @@ def play(
         now = change.t_s
         if now >= trace.duration_s:
             break
-        half_step_s = running.step_s / 2 if math.isfinite(running.step_s) else 0.0
-        running = system.go_on(world, running, change)
+        before, running = running, system.go_on(world, running, change)
         restarts += running.restarted
-        ready = _ready_s(now, running) + (half_step_s if change.lost else 0.0)
+        if running != before.going_on:
+            ready = _ready_s(now, running) + (_done_again_s(before, running) if change.lost else 0.0)
         history.append((now, _rate(world, running), running.note))
         smaller.note(running, change)
     return Played(
@@ -91,6 +91,11 @@ class _Smaller:
 def _ready_s(now_s: float, running: Running) -> float:
     """When it trains; what cannot run stands still."""
     return now_s + running.downtime_s if math.isfinite(running.step_s) else math.inf
+
+
+def _done_again_s(before: Running, after: Running) -> float:
+    """Time for the part of the interrupted step that had been done."""
+    return before.step_s / 2 if math.isfinite(before.step_s) and not after.restarted else 0.0
 
 
 def _rate(world: World, running: Running) -> float:

@@ -212,17 +212,35 @@ WORK_S = 16 * 8 * 3.0
 """Of all layers and microbatches of a step in :data:`WORLD`, on one worker."""
 
 
+def deaths(*dead: tuple[float, tuple[int, ...]]) -> FailureTrace:
+    changes = tuple(ClusterChange(t_s=t_s, died=died) for t_s, died in dead)
+    return FailureTrace(name="deaths", changes=changes, duration_s=2e4, mtbf_s=3600.0)
+
+
 def test_a_restart_trains_on_whole_pipelines():
-    """1F1B on two pipelines, 11 slots of 6 s; after a loss on one, 19 of them, less its way there."""
-    checkpoint_every_s = math.sqrt(2 * 15.0 * 3600.0)
-    slower = 1 + 15.0 / checkpoint_every_s
-    still_s = WORLD.profile.restart_s + checkpoint_every_s / 2 + 11 * 6.0 * slower / 2
-    trace = FailureTrace(
-        name="one", changes=(ClusterChange(t_s=1e4, died=(5,)),), duration_s=2e4, mtbf_s=3600.0
-    )
-    (played,) = compare((Restart,), WORLD, trace)
-    expected = 1e4 * 1000 / (11 * 6.0 * slower) + (1e4 - still_s) * 1000 / (19 * 6.0 * slower)
+    """1F1B on two pipelines, 11 slots of 6 s; after a loss on one, 19 of them, once it has restarted."""
+    (played,) = compare((Restart,), WORLD, deaths((1e4, (5,))))
+    expected = 1e4 * 1000 / (11 * 6.0) + (1e4 - WORLD.profile.restart_s) * 1000 / (19 * 6.0)
     assert played.tokens_per_s * 2e4 == pytest.approx(expected)
+    assert played.downtime_s == pytest.approx(WORLD.profile.restart_s)
+
+
+def test_a_restart_costs_all_the_same():
+    """Both holders of a stage are lost."""
+    played = compare(SYSTEMS, WORLD, deaths((1e4, (0, 1))))
+    still_s = {one.system: one.downtime_s for one in played if one.restarts}
+    assert {"odyssey", "only reroute", "chameleon", "recycle", "restart"} <= set(still_s)
+    assert list(still_s.values()) == pytest.approx([WORLD.profile.restart_s] * len(still_s))
+
+
+@pytest.mark.parametrize("later_s", [10.0, 5000.0], ids=["while it restarts", "later"])
+def test_the_loss_of_idle_workers_is_no_restart(later_s):
+    (alone,) = compare((Restart,), WORLD, deaths((1e4, (5,))))
+    (played,) = compare(
+        (Restart,), WORLD, deaths((1e4, (5,)), (1e4 + later_s, (7,)), (1e4 + 2 * later_s, (6,)))
+    )
+    assert (played.restarts, played.downtime_s) == (alone.restarts, alone.downtime_s) == (1, 300.0)
+    assert played.tokens_per_s == pytest.approx(alone.tokens_per_s)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +261,8 @@ def test_every_system_trains_on_and_none_faster_than_its_workers(system):
     trace = FailureTrace(name="half", changes=changes, duration_s=5e4, mtbf_s=1e4)
     (played,) = compare((system,), WORLD, trace)
     assert [since for since, _, _ in played.history] == [0.0, 1e4, 2e4, 3e4, 4e4]
-    checkpoints = 1 + 15.0 / math.sqrt(2 * 15.0 * 1e4) if system is Restart else 1.0
     for alive, (_, rate, _) in zip((8, 7, 6, 5, 4), played.history, strict=True):
-        assert 1000 / (19 * 6.0 * checkpoints) <= rate * (1 + 1e-9)
+        assert 1000 / (19 * 6.0) <= rate * (1 + 1e-9)
         assert rate <= 1000 * alive / WORK_S
     rates = [rate for _, rate, _ in played.history]
     mean = sum(rates) / len(rates)
