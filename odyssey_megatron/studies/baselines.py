@@ -21,6 +21,7 @@ from odyssey_megatron.plan.checking.simulate import step_end_s
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout, layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.placing.memory import activation_caps, caps_for, one_f_one_b_bytes, state_bytes
+from odyssey_megatron.plan.placing.redundancy import with_keepers
 from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.score import START_S
@@ -35,6 +36,7 @@ class World:
 
     job: JobSpec
     profile: Profile
+    """Without messages that are kept: other systems keep none, and ours decides about them."""
     workers: tuple[int, ...]
     mtbf_s: float
     """The true mean time between changes, which Chameleon and our planner are told."""
@@ -74,6 +76,23 @@ class Running:
         return replace(self, downtime_s=0.0, restarted=False)
 
 
+def stopped(note: str) -> Running:
+    """Return what a system runs that cannot run at all."""
+    return Running(layout=None, step_s=math.inf, downtime_s=0.0, note=note)
+
+
+def from_checkpoint(world: World, layout: Layout, step_s: float, note: str) -> Running:
+    """Return a restart in ``layout``; an infinite ``step_s`` says that it does not fit.
+
+    It costs the same for all systems, ours among them: the profile's ``restart_s``, in which the steps are that are
+    done again. Nobody's steps are longer by the time that saves take.
+    """
+    if math.isinf(step_s):
+        return stopped("out of memory")
+    downtime_s = world.profile.restart_s
+    return Running(layout=layout, step_s=step_s, downtime_s=downtime_s, note=note, restarted=True)
+
+
 def fused(costs: Costs) -> Costs:
     """Return the same layers with weight gradients as part of input gradients, in one backward."""
     layers = tuple(
@@ -85,7 +104,9 @@ def fused(costs: Costs) -> Costs:
 
 @lru_cache(maxsize=4096)
 def one_f_one_b_step_s(layout: Layout, costs: Costs) -> float:
-    """Return the time of a flushed step with fused backward, in 1F1B's order and memory."""
+    """Return the time of a flushed step with fused backward, in 1F1B's order; infinite if its memory is too small."""
+    if not fits(layout, costs):
+        return math.inf
     whole = fused(costs)
     order = order_routes(layout, whole, in_flight_cap=activation_caps(layout, whole))
     return step_end_s(layout, whole, order.done_s)
@@ -126,14 +147,24 @@ def healthy_layout(world: World, workers: Sequence[int]) -> Layout | None:
     return megatron_on(world.job, sorted(workers)[: replicas * pp]) if replicas else None
 
 
+def sliced(job: JobSpec, layout: Layout) -> Layout:
+    """Return ``layout`` with optimizer state as plain Megatron has it: with a distributed optimizer in one copy, cut
+    over the holders of each layer.
+
+    It is for steps and memory alone. That such a slice is lost with its only holder is not held against other systems.
+    """
+    return with_keepers(layout, None, dict.fromkeys(layout.workers, 0), min(1, job.optimizer_copies))
+
+
 def megatron_on(job: JobSpec, workers: Sequence[int]) -> Layout:
-    """Return Megatron's layout on ``workers``, which make whole replicas."""
+    """Return Megatron's layout, with the launch line's stages, on ``workers``, which make whole replicas."""
     layout = megatron_layout(
         num_layers=job.num_layers,
         tied=job.is_tied,
         pipeline_size=job.pipeline_model_parallel_size,
         num_workers=len(workers),
         num_microbatches=job.num_microbatches,
+        stage_layers=job.stage_layers,
     )
     routes = tuple(
         replace(route, hops=tuple(replace(hop, worker=workers[hop.worker]) for hop in route.hops))
@@ -182,26 +213,19 @@ class System:
         raise NotImplementedError
 
     def step_s(self, world: World, layout: Layout) -> float:
-        """Return the step in 1F1B's order; with our scheduler the faster of that and our order."""
+        """Return the step in 1F1B's order; with our scheduler the faster of that and our order. It is infinite if
+        nothing fits.
+        """
+        layout = sliced(world.job, layout)
         theirs = one_f_one_b_step_s(layout, world.profile.costs)
         return min(theirs, our_step_s(layout, world.profile)) if self.ours else theirs
 
     def restarted(self, world: World, alive: Sequence[int], note: str) -> Running:
-        """Return a restart from a checkpoint on the workers that are left, in plain Megatron's layout.
-
-        It costs the same for all systems, ours among them: the profile's ``restart_s``, in which the steps are that are
-        done again. Nobody's steps are longer by the time that saves take.
-        """
+        """Return a restart from a checkpoint on the workers that are left, in plain Megatron's layout."""
         layout = healthy_layout(world, alive)
         if layout is None:
-            return Running(layout=None, step_s=math.inf, downtime_s=0.0, note=note + ": too few workers")
-        return Running(
-            layout=layout,
-            step_s=self.step_s(world, layout),
-            downtime_s=world.profile.restart_s,
-            note=note,
-            restarted=True,
-        )
+            return stopped(f"{note}: too few workers")
+        return from_checkpoint(world, layout, self.step_s(world, layout), note)
 
 
 class Restart(System):
@@ -250,9 +274,9 @@ class Bamboo(System):
         costs = world.profile.costs
         if running.layout is None:
             return running
-        most = 2 * max(state_bytes(running.layout, costs).values())
+        most = 2 * max(state_bytes(sliced(world.job, running.layout), costs).values())
         if costs.memory_bytes is not None and most > costs.memory_bytes:
-            return Running(layout=None, step_s=math.inf, downtime_s=0.0, note="out of memory")
+            return stopped("out of memory")
         last = len(costs.layers)
         share = costs.spans.forward_s(0, last) / costs.spans.compute_s(0, last)
         return replace(running, step_s=running.step_s * (1 + share / 2))

@@ -33,7 +33,7 @@ class Chameleon(System):
             return self.restarted(world, alive, "restart")
         options = []
         for estimate, option in (self._rerouted(world, alive), self._dynamic(world, running, alive)):
-            if option is not None and option.downtime_s < world.mtbf_s:
+            if option is not None and math.isfinite(option.step_s) and option.downtime_s < world.mtbf_s:
                 # Eq. 8, with the true mean for its D.
                 score = (world.mtbf_s - option.downtime_s) / world.mtbf_s / estimate
                 options.append((score, option.note, option))

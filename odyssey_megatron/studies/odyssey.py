@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -12,12 +11,20 @@ from odyssey_megatron.cluster.state import ClusterState, initial_state, with_exp
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.replacing import away_s
-from odyssey_megatron.studies.baselines import Running, System, World
+from odyssey_megatron.studies.baselines import (
+    Running,
+    System,
+    World,
+    from_checkpoint,
+    healthy_layout,
+    stopped,
+)
 from odyssey_megatron.studies.cells import CellsChange, Rule, broken_cells
 from odyssey_megatron.studies.smaller import sizes_of, with_sizes
 from odyssey_megatron.studies.trace import FailureTrace
@@ -101,14 +108,18 @@ class Odyssey(System):
         """Restart as other systems do, in the launch line's layout on whole cells, but in our order."""
         self.left_behind = frozenset(now.shapes)
         whole = tuple(worker for worker in now.alive if worker not in now.shapes)
-        running = self.restarted(world, whole, "restart")
-        if running.layout is not None:
-            state = without(cluster(world, now), self.left_behind)
-            try:
-                self.plan = scheduled("restart", running.layout, (), state, world.profile)
-            except PlanInfeasible:  # on fewer replicas, more of the optimizer's state is on each
-                return Running(layout=None, step_s=math.inf, downtime_s=0.0, note="out of memory")
-        return running
+        layout = healthy_layout(world, whole)
+        if layout is None:
+            return stopped("restart: too few workers")
+        state = without(cluster(world, now), self.left_behind)
+        nodes = dict.fromkeys(whole, 0)
+        layout = with_shadows(layout, None, nodes, world.job.least_holders, world.profile.costs)
+        layout = with_keepers(layout, None, nodes, world.job.optimizer_copies)
+        try:
+            self.plan = scheduled("restart", layout, (), state, world.profile)
+        except PlanInfeasible:
+            return stopped("out of memory")
+        return from_checkpoint(world, layout, self.plan.step_s, "restart")
 
 
 def cluster(world: World, now: CellsChange | None = None) -> ClusterState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -40,7 +41,10 @@ class Oobleck(System):
             groups.append(list(world.workers[at : at + length]))
             at += length
         layout = self._laid_out(world, groups)
-        return Running(layout=layout, step_s=self.step_s(world, layout), downtime_s=0.0)
+        step_s = self.step_s(world, layout)
+        if math.isinf(step_s):
+            return super().start(world)
+        return Running(layout=layout, step_s=step_s, downtime_s=0.0)
 
     def change(self, world: World, running: Running, alive: tuple[int, ...]) -> Running:
         if running.layout is None:
@@ -62,9 +66,12 @@ class Oobleck(System):
             moved_s = transfer_s(plan_transfers(running.layout, layout, alive, costs), costs)
         except LayersLost:
             return self.restarted(world, alive, "layers lost")
+        step_s = self.step_s(world, layout)
+        if math.isinf(step_s):
+            return self.restarted(world, alive, "out of memory")
         return Running(
             layout=layout,
-            step_s=self.step_s(world, layout),
+            step_s=step_s,
             downtime_s=self.reconfigure_s + moved_s,
             note="+".join(str(len(group)) for group in groups),
         )

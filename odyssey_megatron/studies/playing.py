@@ -47,7 +47,8 @@ def play(
     running = system.start(world)
     now, tokens, still, restarts = 0.0, 0.0, 0.0, 0
     ready = _ready_s(now, running)
-    history, smaller = [(0.0, _rate(world, running), "healthy")], _Smaller()
+    note = "healthy" if math.isfinite(running.step_s) else running.note
+    history, smaller = [(0.0, _rate(world, running), note)], _Smaller()
     changes = takewhile(lambda one: one.t_s < trace.duration_s, system.cells(world, trace))
     for change in (*changes, CellsChange(t_s=trace.duration_s, alive=(), lost=False)):
         say(system.name, change.t_s)

@@ -20,6 +20,7 @@ from odyssey_megatron.studies.baselines import (
     megatron_on,
     one_f_one_b_step_s,
     our_step_s,
+    sliced,
 )
 from odyssey_megatron.studies.stagger import staggered_step_s
 
@@ -49,9 +50,10 @@ class ReCycle(System):
             moved_s = transfer_s(plan_transfers(running.layout, layout, alive, costs), costs)
         except (PlanInfeasible, LayersLost):
             return self.restarted(world, alive, "a stage lost all its workers")
-        step_s = max(staggered_s, one_f_one_b_step_s(megatron_on(world.job, world.workers), costs))
+        healthy = sliced(world.job, megatron_on(world.job, world.workers))
+        step_s = max(staggered_s, one_f_one_b_step_s(healthy, costs))
         if self.ours:
-            step_s = min(step_s, our_step_s(places, world.profile))
+            step_s = min(step_s, our_step_s(sliced(world.job, places), world.profile))
         return Running(layout=layout, step_s=step_s, downtime_s=build_s + moved_s, note="rerouted")
 
 
@@ -81,9 +83,10 @@ def normalised(job: JobSpec, costs: Costs, workers: int, dead: int) -> tuple[Lay
         stages[at][1].pop()
     alive = {worker for _, holders in stages for worker in holders}
     layout = reroute(healthy, alive, costs)
-    caps = activation_caps(layout, costs, extra=2, budget_bytes=costs.memory_bytes)
-    order = order_routes(layout, costs, in_flight_cap=caps)
-    return layout, staggered_step_s(layout, costs, order.done_s)
+    cut = sliced(job, layout)
+    caps = activation_caps(cut, costs, extra=2, budget_bytes=costs.memory_bytes)
+    order = order_routes(cut, costs, in_flight_cap=caps)
+    return layout, staggered_step_s(cut, costs, order.done_s)
 
 
 def _seated(places: Layout, alive: tuple[int, ...], previous: Layout, costs: Costs) -> Layout:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from odyssey_megatron.cluster.state import ClusterState, without
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.checking.simulate import step_end_s
-from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.memory import caps_for
 from odyssey_megatron.plan.placing.transfer import plan_transfers, transfer_s
@@ -17,7 +16,14 @@ from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.policies.shift import shift_layers
 from odyssey_megatron.policy.routes.rerouting import reroute
-from odyssey_megatron.studies.baselines import Running, System, World, healthy_layout, one_f_one_b_step_s
+from odyssey_megatron.studies.baselines import (
+    Running,
+    System,
+    World,
+    healthy_layout,
+    one_f_one_b_step_s,
+    sliced,
+)
 from odyssey_megatron.studies.cells import CellsChange, Rule, broken_cells
 from odyssey_megatron.studies.odyssey import cluster
 from odyssey_megatron.studies.trace import FailureTrace
@@ -72,7 +78,7 @@ class ResiHP(System):
         memory.
         """
         steps = (
-            (self._step_s(layout, world.profile.costs, state), at, layout)
+            (self._adapted_s(world, layout, state), at, layout)
             for at, layout in enumerate(_layouts(world, state))
         )
         step_s, _, layout = min(steps, default=(math.inf, 0, None))
@@ -82,8 +88,13 @@ class ResiHP(System):
             else Running(layout=layout, step_s=step_s, downtime_s=0.0, note="adapted")
         )
 
-    def _step_s(self, layout: Layout, costs: Costs, state: ClusterState) -> float:
-        speeds = worker_speeds(state)
+    def step_s(self, world: World, layout: Layout) -> float:
+        """Return the step of whole cells."""
+        return self._adapted_s(world, layout, cluster(world))
+
+    def _adapted_s(self, world: World, layout: Layout, state: ClusterState) -> float:
+        """Return the step with the cells of ``state``; infinite if it does not fit."""
+        layout, costs, speeds = sliced(world.job, layout), world.profile.costs, worker_speeds(state)
         try:
             caps = caps_for(layout, costs, worker_shares(state))
             order = order_routes(layout, costs, in_flight_cap=caps, speeds=speeds)

@@ -108,7 +108,7 @@ def main_simulate(argv: Sequence[str]) -> int:
     scenario = scenario_from(options, more)
     world = World(
         job=scenario.job,
-        profile=replace(scenario.profile, group_build_s=options.group_build_s),
+        profile=replace(scenario.profile.without_messages, group_build_s=options.group_build_s),
         workers=scenario.state.alive,
         mtbf_s=0.0,
         gpus_per_node=scenario.gpus_per_node,

@@ -22,6 +22,7 @@ from odyssey_megatron.studies.baselines import (
     fits,
     one_f_one_b_step_s,
 )
+from odyssey_megatron.studies.cells import CellsChange
 from odyssey_megatron.studies.chameleon import Chameleon
 from odyssey_megatron.studies.odyssey import Odyssey
 from odyssey_megatron.studies.oobleck import Oobleck
@@ -181,6 +182,44 @@ def test_memory_rules_out():
     assert not fits(layout, replace(COSTS, memory_bytes=state + 4))
     small = replace(WORLD, profile=Profile(costs=replace(COSTS, memory_bytes=20)))
     assert math.isinf(Bamboo().start(small).step_s)
+
+
+@pytest.fixture
+def played(capsys, tmp_path):
+    """Systems by name, of a trace of a job of eight GPUs with four stages."""
+
+    def of(*flags: str, trace: str = "100 end") -> dict[str, dict[str, object]]:
+        path = tmp_path / "trace"
+        path.write_text(trace)
+        job = "--cluster 1x8 --model llama2-7b --pipeline-model-parallel-size 4 --num-microbatches 16"
+        assert main_simulate([*job.split(), "--trace", str(path), "--json", *flags]) == 0
+        got = json.loads(capsys.readouterr().out)
+        return {"notes": got["notes"]} | {one["system"]: one for one in got["traces"][0]["systems"]}
+
+    return of
+
+
+def test_other_systems_need_memory(played):
+    """29 GiB of state and four microbatches of 4 GiB fit into 90 % of 54 GiB, and not into those of 50."""
+    found = {gib: played("--gpu-memory-gib", str(gib)) for gib in (50, 54)}
+    for name in ("restart", "recycle", "chameleon"):
+        assert [found[gib][name]["tokens_per_s"] > 0 for gib in (50, 54)] == [False, True], name
+        assert found[50][name]["history"][0][2] == "out of memory"
+    for name in ("odyssey", "oobleck", "recycle, our order"):
+        assert found[50][name]["tokens_per_s"] > 0, name
+    cut = played("--gpu-memory-gib", "45", "--use-distributed-optimizer")
+    assert cut["restart"]["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("system", [Odyssey, Restart, Bamboo, Chameleon, ReCycle])
+def test_all_start_with_the_stages_of_the_launch_line(system):
+    """And restart with them."""
+    uneven, one = replace(WORLD, job=replace(WORLD.job, stage_layers=(1, 3, 3, 1))), system()
+    healthy = one.start(uneven)
+    after = one.go_on(uneven, healthy, CellsChange(t_s=1.0, alive=(4, 5, 6, 7), lost=True))
+    assert after.restarted
+    for running in (healthy, after):
+        assert {tuple(hop.last for hop in route.hops) for route in running.layout.routes} == {(2, 5, 8, 10)}
 
 
 def test_what_does_not_fit_on_fewer_replicas_stands_still(capsys, tmp_path):
