@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, initial_state, with_expert_loads, without
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
@@ -15,7 +17,10 @@ from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
+from odyssey_megatron.policy.decided import Decided
 from odyssey_megatron.policy.initial import initial_plan
+from odyssey_megatron.policy.messages import decided_with_or_without, planned_with_or_without
+from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.replacing import away_s
 from odyssey_megatron.studies.baselines import (
     Running,
@@ -29,9 +34,21 @@ from odyssey_megatron.studies.cells import CellsChange, Rule, broken_cells
 from odyssey_megatron.studies.smaller import sizes_of, with_sizes
 from odyssey_megatron.studies.trace import FailureTrace
 
+_DEFAULT = OdysseyConfig()
+
+
+class Planned(NamedTuple):
+    """What a job goes by."""
+
+    job: JobSpec
+    """With the layout and the redundancy that were chosen for it."""
+    plan: Plan
+    profile: Profile
+    """With messages that are kept, or without (``policy/messages.py``)."""
+
 
 class Odyssey(System):
-    """This planner, free or held to one policy, with ``--odyssey-layout``, ``-respawn`` and ``-shrink``.
+    """This planner, by a job's settings. It is told the true mean time between failures, and plans for four of them.
 
     Broken cells go on as in a job. A lost GPU is given up once its rank has been started in vain as often as
     ``--odyssey-respawn`` says, each time at most for as long as a start takes. Then the ranks of the smaller cell
@@ -39,36 +56,32 @@ class Odyssey(System):
     cannot do without it, they first take over what it alone has: it trains on for that time.
     """
 
-    def __init__(
-        self,
-        policy: str = "auto",
-        layout: str = "megatron",
-        respawn: int = 0,
-        shrink: str = "auto",
-        name: str = "",
-    ) -> None:
+    def __init__(self, config: OdysseyConfig = _DEFAULT, name: str = "odyssey") -> None:
         super().__init__(ours=True)
-        self.name = name or ("odyssey" if policy == "auto" else f"only {policy}")
-        if layout != "megatron":
-            self.name += f", layout {layout}"
-        self.config = OdysseyConfig(policy=policy, layout=layout, respawn=respawn, shrink=shrink)
-        self.plan: Plan | None = None
+        self.name, self.config = name, config
+        self.now: Planned | None = None
+        """None: it has not started."""
         self.home: Layout | None = None
         self.left_behind = frozenset[int]()
         """The smaller cells that a restart has left behind: a job starts on whole ones."""
 
     def start(self, world: World) -> Running:
-        job = replace(world.job, best_layout=self.config.layout == "auto")
-        self.plan = _first_plan(job, world.profile, len(world.workers))
+        # The first plan does not go by these, and so is the same for all that differ in them.
+        config = replace(self._told(world), policy="auto", respawn=0, shrink="auto")
+        self.now = _first_plan(world.job, world.profile, len(world.workers), config)
+        plan = self.now.plan
         if world.is_in_cells:
-            self.home = self.plan.layout
-        return Running(layout=self.plan.layout, step_s=self.plan.step_s, downtime_s=0.0)
+            self.home = plan.layout
+        return Running(layout=plan.layout, step_s=plan.step_s, downtime_s=0.0)
+
+    def _told(self, world: World) -> OdysseyConfig:
+        return replace(self.config, mtbf_s=world.mtbf_s, horizon_s=world.mtbf_s * 4)
 
     def cells(self, world: World, trace: FailureTrace) -> Iterable[CellsChange]:
         comes_back = self.config.respawn or self.config.shrink != "off"
-        if not (comes_back and self.plan and world.is_in_cells and world.cells_fill_nodes):
+        if not (comes_back and self.now and world.is_in_cells and world.cells_fill_nodes):
             return super().cells(world, trace)
-        starts, step_s = 1 + self.config.respawn, self.plan.step_s
+        starts, step_s = 1 + self.config.respawn, self.now.plan.step_s
         rule = Rule(
             sizes=sizes_of(world.job, self.config),
             gpus_per_node=world.gpus_per_node,
@@ -79,47 +92,55 @@ class Odyssey(System):
 
     def go_on(self, world: World, running: Running, now: CellsChange) -> Running:
         self.left_behind &= now.shapes.keys()
-        if self.plan is None or running.layout is None:
-            return self._restart(world, now)
-        config = replace(self.config, mtbf_s=world.mtbf_s, horizon_s=world.mtbf_s * 4)
-        try:
-            decision = decide(
-                job=world.job,
-                state=without(cluster(world, now), self.left_behind),
-                previous=replace(self.plan, layout=running.layout),
-                profile=world.profile,
+        assert self.now is not None, "it has started"
+        if running.layout is None:
+            return self._restart(world, now, self.now)
+        job, previous = self.now.job, replace(self.now.plan, layout=running.layout)
+        state, config = without(cluster(world, now), self.left_behind), self._told(world)
+
+        def decided(profile: Profile) -> Decided:
+            found = decide(
+                job=job,
+                state=state,
+                previous=previous,
+                profile=profile,
                 config=config,
                 now_s=0.0,
                 home=self.home,
             )
+            return Decided(plan=found.plan, rows=found.candidates)
+
+        try:
+            found, profile = decided_with_or_without(decided, self.now.profile, job, state)
         except (LayersLost, PlanInfeasible):
             if now.lost or set(running.layout.workers) <= set(now.alive):
-                return self._restart(world, now)
+                return self._restart(world, now, self.now)
             return running.going_on  # it cannot do without a cell that was to leave
-        self.plan = decision.plan
-        return Running(
-            layout=self.plan.layout,
-            step_s=self.plan.step_s,
-            downtime_s=self.plan.transition_s,
-            note=decision.candidates[0].name,
-        )
+        plan, note = found.plan, found.rows[0].name
+        self.now = Planned(job, plan, profile)
+        return Running(layout=plan.layout, step_s=plan.step_s, downtime_s=plan.transition_s, note=note)
 
-    def _restart(self, world: World, now: CellsChange) -> Running:
+    def _restart(self, world: World, now: CellsChange, before: Planned) -> Running:
         """Restart as other systems do, in the launch line's layout on whole cells, but in our order."""
         self.left_behind = frozenset(now.shapes)
         whole = tuple(worker for worker in now.alive if worker not in now.shapes)
         layout = healthy_layout(world, whole)
         if layout is None:
             return stopped("restart: too few workers")
-        state = without(cluster(world, now), self.left_behind)
+        state, job = without(cluster(world, now), self.left_behind), before.job
         nodes = dict.fromkeys(whole, 0)
-        layout = with_shadows(layout, None, nodes, world.job.least_holders, world.profile.costs)
-        layout = with_keepers(layout, None, nodes, world.job.optimizer_copies)
+        layout = with_shadows(layout, None, nodes, job.least_holders, world.profile.costs)
+        layout = with_keepers(layout, None, nodes, job.optimizer_copies)
         try:
-            self.plan = scheduled("restart", layout, (), state, world.profile)
+            plan, profile = planned_with_or_without(
+                lambda costs: scheduled("restart", layout, (), state, costs, job=job),
+                before.profile,
+                world.mtbf_s,
+            )
         except PlanInfeasible:
             return stopped("out of memory")
-        return from_checkpoint(world, layout, self.plan.step_s, "restart")
+        self.now = Planned(job, plan, profile)
+        return from_checkpoint(world, layout, plan.step_s, "restart")
 
 
 def cluster(world: World, now: CellsChange | None = None) -> ClusterState:
@@ -133,9 +154,18 @@ def cluster(world: World, now: CellsChange | None = None) -> ClusterState:
 
 
 @lru_cache(maxsize=8)
-def _first_plan(job: JobSpec, profile: Profile, workers: int) -> Plan:
-    """Return the healthy job's plan, which is the same on all traces."""
-    return initial_plan(job, _whole_cluster(job, workers), profile)
+def _first_plan(job: JobSpec, profile: Profile, workers: int, config: OdysseyConfig) -> Planned:
+    """Return how a job starts, which is the same on traces with the same mean time between failures.
+
+    Raises:
+        PlanInfeasible: it does not fit.
+    """
+    planner, state = PolicyPlanner(config), _whole_cluster(job, workers)
+    plan = planner.start(job, state, to_json(profile)).plan
+    if planner.known.given.costs.memory_bytes != profile.costs.memory_bytes:
+        # A job that does not fit starts without regard to memory.
+        initial_plan(replace(job, least_holders=0, eager_forwards=False), state, profile)
+    return Planned(planner.job, plan, planner.known.given)
 
 
 @lru_cache(maxsize=4)

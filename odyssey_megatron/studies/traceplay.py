@@ -1,6 +1,7 @@
 """``odyssey simulate``: plays failures of single GPUs over days, and compares policies and systems. Needs no GPU and no
-torch. With tensor, context or expert parallelism a lost GPU breaks its cell; --odyssey-respawn and --odyssey-shrink say
-what becomes of the rest, as in a job.
+torch. Settings of Odyssey's (--odyssey-...) count as in a job, and notes name those that cannot be played. With tensor,
+context or expert parallelism a lost GPU breaks its cell; --odyssey-respawn and --odyssey-shrink say what becomes of the
+rest.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib import import_module
 
-from odyssey_megatron.config import policies
+from odyssey_megatron.config import OdysseyConfig, flag_of, policies
 from odyssey_megatron.errors import ConfigError, PlanInfeasible
 from odyssey_megatron.inputs import WHOLE, Between, Parser, output_file, read_text
 from odyssey_megatron.policy.score import START_S
@@ -29,14 +30,25 @@ from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, 
 from odyssey_megatron.studies.smaller import sizes_of, stands_by
 from odyssey_megatron.studies.trace import TRACE_S, FailureTrace, monotone, read_trace, with_repairs
 
-SYSTEMS: tuple[Callable[[], System], ...] = (
-    *(partial(Odyssey, policy) for policy in policies()),
-    partial(Odyssey, layout="auto"),
-    *(partial(system, ours=ours) for system in (Chameleon, ReCycle, Oobleck) for ours in (False, True)),
-    Bamboo,
-    Restart,
-)
-"""Each makes a new system, one for each trace."""
+
+def played_for(config: OdysseyConfig) -> tuple[Callable[[], System], ...]:
+    """Return what is played for a job with these settings. Each makes a new system, one for each trace.
+
+    "odyssey" is the job as it is. Each of the next rows has one other setting.
+    """
+    others = {f"only {one}": replace(config, policy=one) for one in policies() if one != "auto"}
+    others["odyssey, layout auto"] = replace(config, layout="auto")
+    return (
+        partial(Odyssey, config),
+        *(partial(Odyssey, one, name) for name, one in others.items() if one != config),
+        *(partial(system, ours=ours) for system in (Chameleon, ReCycle, Oobleck) for ours in (False, True)),
+        Bamboo,
+        Restart,
+    )
+
+
+SYSTEMS = played_for(OdysseyConfig())
+"""Those of a job without settings."""
 
 MONOTONE_S = (6 * 3600.0, 2 * 3600.0, 1800.0, 600.0)
 """The intervals between failures in Oobleck's and ReCycle's figures (arXiv 2309.08125, 2405.14009)."""
@@ -106,9 +118,11 @@ def main_simulate(argv: Sequence[str]) -> int:
     add_simulate_arguments(parser)
     options, more = parser.parse_known_args(list(argv))
     scenario = scenario_from(options, more)
+    profile = scenario.profile.without_messages
+    restart_s = scenario.config.restart_s or profile.restart_s
     world = World(
         job=scenario.job,
-        profile=replace(scenario.profile.without_messages, group_build_s=options.group_build_s),
+        profile=replace(profile, group_build_s=options.group_build_s, restart_s=restart_s),
         workers=scenario.state.alive,
         mtbf_s=0.0,
         gpus_per_node=scenario.gpus_per_node,
@@ -126,14 +140,14 @@ def main_simulate(argv: Sequence[str]) -> int:
         raise ConfigError(f"the healthy job does not fit: {error}.") from error
     if options.png:
         plot(results[0][0], results[0][1], options.png)
+    notes = [*scenario.notes, *_not_played(scenario), *_on_cells(scenario, world)]
     if options.json:
         found_json = [
             {"trace": asdict(trace), "systems": [asdict(one) for one in played]} for trace, played in results
         ]
-        notes = [*scenario.notes, *_on_cells(scenario, world)]
         sys.stdout.write(json.dumps({"notes": notes, "traces": found_json}) + "\n")
     else:
-        sys.stdout.writelines(f"note: {one}\n" for one in (*scenario.notes, *_on_cells(scenario, world)))
+        sys.stdout.writelines(f"note: {one}\n" for one in notes)
         for trace, played in results:
             changes = f"{trace.name}, {len(trace.changes)} changes"
             sys.stdout.write(f"{changes}\n{table(played, with_smaller=world.is_in_cells)}\n\n")
@@ -143,21 +157,37 @@ def main_simulate(argv: Sequence[str]) -> int:
 def systems(scenario: Scenario) -> tuple[Callable[[], System], ...]:
     """Return what is played for ``scenario``. Each makes a new system, one for each trace.
 
-    With workers of several GPUs ours go by its ``--odyssey-respawn`` and ``-shrink``. Where broken cells may go on as
-    smaller ones, one more row has them leave.
+    Where broken cells may go on as smaller ones, one more row has them leave.
     """
     job, config = scenario.job, scenario.config
+    own = played_for(config)
     if job.cell_size == 1:
-        return SYSTEMS
-    own = tuple(
-        partial(one, respawn=config.respawn, shrink=config.shrink)
-        if isinstance(one, partial) and one.func is Odyssey
-        else one
-        for one in SYSTEMS
-    )
+        return own
     if len(sizes_of(job, config)) > 1 and scenario.gpus_per_node % job.cell_size == 0:
-        own += (partial(Odyssey, respawn=config.respawn, shrink="off", name="odyssey, shrink off"),)
+        own += (partial(Odyssey, replace(config, shrink="off"), "odyssey, shrink off"),)
     return (*own, ResiHP)
+
+
+def _not_played(scenario: Scenario) -> Iterator[str]:
+    """Yield a sentence on each setting that is given and changes what a job does, but is not played."""
+    config, all_changes = scenario.config, "the mean time between all changes of the trace"
+    why = {
+        "mtbf_s": f"plans go by {all_changes}",
+        "horizon_s": f"plans are scored to four times {all_changes}",
+        "rebalance": "no GPU of a trace is slow",
+        "sequence_balance": "all microbatches of a trace cost the same",
+        "inject": "what fails is in the trace",
+        "profile": "--profile says what layers cost",
+    }
+    if config.layout == "spread":
+        why["layout"] = "workers are played as if on one node"
+    if scenario.job.cell_size == 1:
+        why |= dict.fromkeys(
+            ("respawn", "shrink"), "a worker is one GPU, which is back when the trace says so"
+        )
+    for one in fields(config):
+        if one.name in why and getattr(config, one.name) != one.default:
+            yield f"{flag_of(one)} does not count: {why[one.name]}"
 
 
 def _on_cells(scenario: Scenario, world: World) -> Iterator[str]:

@@ -33,12 +33,12 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.config import policies
+from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.plan.placing.memory import fullest_bytes
 from odyssey_megatron.studies.baselines import World, megatron_on
 from odyssey_megatron.studies.playing import compare
 from odyssey_megatron.studies.trace import ClusterChange, FailureTrace, monotone, with_repairs
-from odyssey_megatron.studies.traceplay import MONOTONE_S, SYSTEMS
+from odyssey_megatron.studies.traceplay import MONOTONE_S, played_for
 from tests.benchmarks.bars import Bar, at_least, at_most, finish
 from tests.plan.samples import preset_profile
 
@@ -46,6 +46,8 @@ OVER = {"recycle": 1.45, "oobleck": 1.30, "chameleon": 1.0} | {
     f"{name}, our order": least for name, least in (("recycle", 1.05), ("oobleck", 1.05), ("chameleon", 1.0))
 }
 """What we are held to beside each, in the median, or to the ceiling's if that is less; in no setting below 1."""
+SYSTEMS = played_for(OdysseyConfig(interrupted_step="redo", backend="gloo"))
+"""All do an interrupted step again, and so keep no messages for it; and nobody's communicators take memory."""
 SINGLE = [f"only {policy}" for policy in policies() if policy != "auto"]
 CEILING = "ceiling"
 GPUS = 32

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.config import policies
+from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.scheduling.generate import order_routes
@@ -37,6 +37,7 @@ from odyssey_megatron.studies.trace import (
     with_repairs,
 )
 from odyssey_megatron.studies.traceplay import SYSTEMS, main_simulate
+from odyssey_megatron.studies.whatif import main_plan
 from tests.plan.samples import uniform_costs
 from tests.plan.test_generate import pipelines
 
@@ -71,7 +72,9 @@ class Still(System):
 def test_without_cells_flags_of_cells_change_nothing():
     trace = with_repairs(WORLD.workers, mtbf_s=4000.0, repair_s=6000.0, duration_s=40_000.0, seed=5)
     told = replace(WORLD, gpus_per_node=4, start_s=1.0)
-    plain, asked = (compare((one,), told, trace) for one in (Odyssey, partial(Odyssey, respawn=2)))
+    plain, asked = (
+        compare((one,), told, trace) for one in (Odyssey, partial(Odyssey, OdysseyConfig(respawn=2)))
+    )
     assert plain == asked == compare((Odyssey,), WORLD, trace)
     assert plain[0].smaller == 0
 
@@ -184,6 +187,9 @@ def test_memory_rules_out():
     assert math.isinf(Bamboo().start(small).step_s)
 
 
+JOB = "--cluster 1x8 --model llama2-7b --pipeline-model-parallel-size 4 --num-microbatches 16".split()
+
+
 @pytest.fixture
 def played(capsys, tmp_path):
     """Systems by name, of a trace of a job of eight GPUs with four stages."""
@@ -191,8 +197,7 @@ def played(capsys, tmp_path):
     def of(*flags: str, trace: str = "100 end") -> dict[str, dict[str, object]]:
         path = tmp_path / "trace"
         path.write_text(trace)
-        job = "--cluster 1x8 --model llama2-7b --pipeline-model-parallel-size 4 --num-microbatches 16"
-        assert main_simulate([*job.split(), "--trace", str(path), "--json", *flags]) == 0
+        assert main_simulate([*JOB, "--trace", str(path), "--json", *flags]) == 0
         got = json.loads(capsys.readouterr().out)
         return {"notes": got["notes"]} | {one["system"]: one for one in got["traces"][0]["systems"]}
 
@@ -209,6 +214,44 @@ def test_other_systems_need_memory(played):
         assert found[50][name]["tokens_per_s"] > 0, name
     cut = played("--gpu-memory-gib", "45", "--use-distributed-optimizer")
     assert cut["restart"]["tokens_per_s"] > 0
+
+
+def test_first_plans_are_those_of_odyssey_plan(played, capsys):
+    """Messages are kept until a step's end only where the memory for them is worth it."""
+    found = played("--gpu-memory-gib", "50")
+    for system, flags in (("odyssey", []), ("odyssey, layout auto", ["--odyssey-layout", "auto"])):
+        assert main_plan([*JOB, "--gpu-memory-gib", "50", "--json", *flags]) == 0
+        step_s = json.loads(capsys.readouterr().out)["before"]["step_s"]
+        assert found[system]["tokens_per_s"] == pytest.approx(16 * 2 * 4096 / step_s)
+
+
+def test_what_a_restart_costs_is_said_by_the_job(played):
+    found = played("--odyssey-restart-s", "30", trace="100 kill 0\n100 kill 1\n1000 end")
+    for name in ("only reroute", "restart"):
+        assert found[name]["restarts"], name
+        assert found[name]["downtime_s"] == pytest.approx(30.0), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "row"),
+    [("--odyssey-policy reroute", "only reroute"), ("--odyssey-layout auto", "odyssey, layout auto")],
+)
+def test_ours_is_played_by_its_settings(played, flags, row):
+    trace = "100 kill 3\n1000 end"
+    asked, plain = played(*flags.split(), trace=trace), played(trace=trace)
+    assert asked["odyssey"] | {"system": row} == plain[row] != plain["odyssey"] | {"system": row}
+    assert row not in asked
+    assert asked["restart"] == plain["restart"]
+
+
+def test_settings_that_do_not_count_are_named(played):
+    notes = "\n".join(
+        played("--odyssey-mtbf-s", "999", "--odyssey-restart-s", "9", "--odyssey-respawn", "1")["notes"]
+    )
+    assert "--odyssey-mtbf-s does not count: plans go by the mean" in notes
+    assert "--odyssey-respawn does not count: a worker is one GPU" in notes
+    assert notes.count("does not count") == 2
+    assert "does not count" not in "".join(played()["notes"])
 
 
 @pytest.mark.parametrize("system", [Odyssey, Restart, Bamboo, Chameleon, ReCycle])
@@ -286,7 +329,7 @@ def test_the_loss_of_idle_workers_is_no_restart(later_s):
     "system",
     [
         Odyssey,
-        partial(Odyssey, layout="auto"),
+        partial(Odyssey, OdysseyConfig(layout="auto")),
         Chameleon,
         ReCycle,
         Oobleck,
@@ -310,9 +353,9 @@ def test_every_system_trains_on_and_none_faster_than_its_workers(system):
 
 def test_odyssey_is_never_below_one_policy_and_uses_repaired_workers():
     trace = with_repairs(WORLD.workers, mtbf_s=4000.0, repair_s=6000.0, duration_s=80_000.0, seed=5)
-    systems = [partial(Odyssey, policy) for policy in policies()]
+    systems = [partial(Odyssey, OdysseyConfig(policy=policy), policy) for policy in policies()]
     rates = {one.system: one.tokens_per_s for one in compare(systems, WORLD, trace)}
-    assert rates["odyssey"] >= 0.999 * max(rates.values())
+    assert rates["auto"] >= 0.999 * max(rates.values())
     back = (ClusterChange(t_s=10.0, died=(1,)), ClusterChange(t_s=9000.0, joined=(1,)))
     played = play(Odyssey(), WORLD, replace(trace, changes=back))
     healthy, broken, repaired = (rate for _, rate, _ in played.history)
