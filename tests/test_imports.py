@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "diagnosis": {".numpy"},
     "policy": BASE | {"cluster", "plan", "metrics", "diagnosis", ".numpy", ".scipy"},
     "studies": BASE | {"cluster", "plan", "policy", "metrics", "doctor", "upstream"},
-    "metrics": BASE | {"plan"},
+    "metrics": BASE | {"plan", ".numpy"},
     "metrics/journal": {"errors", "codec", "inputs", "names"},
     "metrics/backlog": set(),
     "metrics/lines": set(),

@@ -7,16 +7,19 @@ time would have trained at the ideal pace.
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from odyssey_megatron.metrics.commits import Commits, Numbers
 from odyssey_megatron.metrics.records import LINK_KINDS
-from odyssey_megatron.metrics.recoveries import RecoveryRecord, median, named
-from odyssey_megatron.metrics.steps import CommittedStep
+from odyssey_megatron.metrics.recoveries import RecoveryRecord, named
 from odyssey_megatron.metrics.switches import Switch
-from odyssey_megatron.metrics.timeline import JournalEvent, known
+from odyssey_megatron.metrics.timeline import JournalEvent, Times, known
 
 PREPARING = "TRAINING_PREP"
 STARTING = "PROGRAM_STARTUP"
@@ -88,38 +91,51 @@ class _Slowness:
                 slow.pop(whose, None)
             self._since_s.append(max(self._since_s[-1], event["at_s"]))
             self._ranks.append(next(iter(slow), ""))
+        following = itertools.accumulate(
+            reversed(range(len(self._ranks))),
+            lambda behind, number: number if self._ranks[number] else behind,
+            initial=len(self._ranks),
+        )
+        self._next = np.array([*following][:0:-1], np.int64)
+        """For each moment, the first one from it on at which some are slow."""
 
-    def between(self, since_s: float, until_s: float) -> str:
-        """Return the ranks that were slow first in that time; "": none."""
-        first = bisect.bisect_right(self._since_s, since_s) - 1
-        behind = max(first + 1, bisect.bisect_left(self._since_s, until_s))
-        return next(filter(None, self._ranks[first:behind]), "")
+    def between(self, since_s: Times, until_s: Times) -> Numbers:
+        """Return for each span of time a number: of the ranks that were slow first in it (:meth:`ranks`); 0: none."""
+        if not any(self._ranks):
+            return np.zeros(len(since_s), np.int64)
+        first = np.searchsorted(self._since_s, since_s, side="right") - 1
+        behind = np.maximum(first + 1, np.searchsorted(self._since_s, until_s, side="left"))
+        found = self._next[first]
+        return np.where(found < behind, found, 0)
+
+    def ranks(self, number: int) -> str:
+        return self._ranks[number]
 
 
 def goodput(
     events: Sequence[JournalEvent],
-    steps: Sequence[CommittedStep],
+    commits: Commits,
     recovered: Sequence[RecoveryRecord],
     switched: Sequence[Switch],
 ) -> Goodput:
     """Return the job's goodput by the journal alone. What the journal does not time is not counted."""
     starts = known(event["at_s"] for event in named(events, "job_started"))
-    rows = [row for row in steps if row.committed_wall_s == row.committed_wall_s]
-    if not starts or not rows:
+    is_timed = ~np.isnan(commits.at_s)
+    if not starts or not is_timed.any():
         return Goodput()
-    ledger = _Ledger(events, rows, recovered, switched)
+    ledger = _Ledger(events, commits, is_timed, recovered, switched)
     begins_s = min(known(one["at_s"] for one in named(events, "generation_started")), default=starts[0])
     ledger.lose(PREPARING, "launch", begins_s - starts[0])
-    before_s, productive_s = max(begins_s, starts[0]), 0.0
-    for row in rows:
-        took_s = max(0.0, row.committed_wall_s - before_s)
-        productive_s += min(took_s, ledger.ideal_s)
-        ledger.book(row, before_s, max(0.0, took_s - ledger.ideal_s), is_first=row is rows[0])
-        before_s = max(before_s, row.committed_wall_s)
-    ends_s = max(known(event["at_s"] for event in named(events, "job_finished")), default=before_s)
-    ledger.lose(OTHER, "after the last step", ends_s - before_s)
-    tokens = ledger.tokens_per_step
-    pace = tokens / ledger.ideal_s if ledger.ideal_s > 0 else 0.0
+    at_s = commits.at_s[is_timed]
+    until_s = np.maximum.accumulate(np.concatenate([[max(begins_s, starts[0])], at_s]))
+    took_s = np.maximum(0.0, at_s - until_s[:-1])
+    productive_s = float(np.minimum(took_s, ledger.ideal_s).sum())
+    ledger.book(until_s[:-1], np.maximum(0.0, took_s - ledger.ideal_s))
+    last_s = float(until_s[-1])
+    ends_s = max(known(event["at_s"] for event in named(events, "job_finished")), default=last_s)
+    ledger.lose(OTHER, "after the last step", ends_s - last_s)
+    tokens = np.sort(commits.tokens[is_timed])
+    pace = int(tokens[len(tokens) // 2]) / ledger.ideal_s if ledger.ideal_s > 0 else 0.0
     lost = [
         Lost(bucket=bucket, cause=cause, seconds=seconds, tokens=seconds * pace)
         for (bucket, cause), seconds in ledger.lost_s.items()
@@ -129,7 +145,7 @@ def goodput(
         elapsed_s=productive_s + sum(ledger.lost_s.values()),
         productive_s=productive_s,
         ideal_step_s=ledger.ideal_s,
-        tokens=sum(ledger.tokens.get(row.step, 0) for row in rows),
+        tokens=int(tokens.sum()),
         lost=tuple(sorted(lost, key=lambda one: (-one.seconds, one.bucket, one.cause))),
     )
 
@@ -140,72 +156,85 @@ class _Ledger:
     def __init__(
         self,
         events: Sequence[JournalEvent],
-        rows: Sequence[CommittedStep],
+        commits: Commits,
+        is_timed: NDArray[np.bool_],
         recovered: Sequence[RecoveryRecord],
         switched: Sequence[Switch],
     ):
+        """``is_timed``: which steps are booked."""
         self.lost_s: dict[tuple[str, str], float] = {}
-        self.tokens = {
-            event["step"]: int(event.get("tokens", 0)) for event in named(events, "step_committed")
-        }
+        self._step, self._at_s = commits.step[is_timed], commits.at_s[is_timed]
         self._stalls = stalls(recovered, switched)
         self._saves: dict[int, float] = {}
         for event in named(events, "saved"):
             self._saves[event["step"]] = self._saves.get(event["step"], 0.0) + event["save_s"]
-        self._members = {
+        self._has_known = np.isin(self._step, [*self._stalls, *self._saves])
+        """Which steps have causes that are known by their number."""
+        members = {
             event["generation"]: len(event["members"]) for event in named(events, "generation_started")
         }
-        self._whole = max((self._members[one] for one in sorted(self._members)[:1]), default=0)
+        self._whole = max((members[one] for one in sorted(members)[:1]), default=0)
+        generations = np.array(sorted(members) or [0], np.int64)
+        missing = np.array([self._whole - members.get(int(one), self._whole) for one in generations])
+        generation = commits.generation[is_timed]
+        which = np.clip(np.searchsorted(generations, generation), 0, len(generations) - 1)
+        self._missing: Numbers = np.where(generations[which] == generation, np.maximum(0, missing[which]), 0)
+        """For each step, the number of ranks that it lacks."""
         self._slow = _Slowness(events)
-        self._usual_s = self._usual(rows)
-        """For each generation, the median time of steps in which nothing is known to have gone wrong."""
-        whole = [row for row in rows if self._members.get(row.generation, self._whole) >= self._whole]
-        self.ideal_s = (
-            self._usual(whole, whole=True).get(-1)
-            or median(row.interval_s for row in rows if row.interval_s)
-            or 0.0
-        )
-        shown = sorted(self.tokens.get(row.step, 0) for row in rows)
-        self.tokens_per_step = shown[len(shown) // 2]
+        interval_s = commits.interval_s[is_timed]
+        has_time = ~np.isnan(interval_s) & (interval_s != 0)
+        is_clean = has_time & ~self._has_known
+        is_clean &= self._slow.between(self._at_s - interval_s, self._at_s) == 0
+        whole_s = _median(interval_s[is_clean & (self._missing == 0)])
+        self.ideal_s = whole_s or _median(interval_s[has_time]) or 0.0
+        self._usual_s = np.array(
+            [
+                _median(interval_s[is_clean & (which == number)]) or math.inf if missing[number] > 0 else 0.0
+                for number in range(len(generations))
+            ]
+        )[which]
+        """For each step, the median of its generation's in which nothing is known to have gone wrong."""
 
     def lose(self, bucket: str, cause: str, seconds: float) -> None:
         if seconds > 0:
             self.lost_s[bucket, cause] = self.lost_s.get((bucket, cause), 0.0) + seconds
 
-    def book(self, row: CommittedStep, before_s: float, lost_s: float, *, is_first: bool) -> None:
-        """Book ``lost_s`` of a step that began at ``before_s``, to known causes first."""
-        if is_first:
-            return self.lose(STARTING, "first step", lost_s)
+    def book(self, began_s: Times, lost_s: Times) -> None:
+        """Book ``lost_s`` of each step, which began at ``began_s``, to known causes first."""
+        self.lose(STARTING, "first step", float(lost_s[0]))
+        lost_s[0] = 0.0
+        for row in np.flatnonzero(self._has_known):
+            lost_s[row] = self._book_known(int(self._step[row]), float(lost_s[row]))
+        more_s = np.maximum(0.0, self._usual_s - self.ideal_s)
+        by_fewer_s = np.where(self._missing > 0, np.minimum(lost_s, more_s), 0.0)
+        for missing, seconds in enumerate(np.bincount(self._missing, by_fewer_s).tolist()):
+            self.lose(FEWER, f"{missing} of {self._whole} ranks missing", seconds)
+        slow = self._slow.between(began_s, self._at_s)
+        for number, seconds in enumerate(np.bincount(slow, lost_s - by_fewer_s).tolist()):
+            if number:
+                self.lose(SLOW, self._slow.ranks(number), seconds)
+            else:
+                self.lose(OTHER, "longer steps", seconds)
+
+    def _book_known(self, step: int, lost_s: float) -> float:
+        """Book what one step's stalls and checkpoints cost; return the seconds of ``lost_s`` that are left."""
         failed = ""
-        for bucket, cause, stall_s in self._stalls.get(row.step, ()):
+        for bucket, cause, stall_s in self._stalls.get(step, ()):
             part_s = min(lost_s, stall_s)
             self.lose(bucket, cause, part_s)
             lost_s -= part_s
             failed = cause if bucket == RECOVERING else failed
-        saved_s = min(lost_s, self._saves.get(row.step, 0.0))
+        saved_s = min(lost_s, self._saves.get(step, 0.0))
         self.lose(SAVING, "checkpoint", saved_s)
         lost_s -= saved_s
         if failed and failed != JOINED:
-            return self.lose(DONE_AGAIN, failed, lost_s)
-        missing = self._whole - self._members.get(row.generation, self._whole)
-        if missing > 0:
-            usual_s = self._usual_s.get(row.generation, math.inf)
-            part_s = min(lost_s, max(0.0, usual_s - self.ideal_s))
-            self.lose(FEWER, f"{missing} of {self._whole} ranks missing", part_s)
-            lost_s -= part_s
-        if ranks := self._slow.between(before_s, row.committed_wall_s):
-            self.lose(SLOW, ranks, lost_s)
-        else:
-            self.lose(OTHER, "longer steps", lost_s)
+            self.lose(DONE_AGAIN, failed, lost_s)
+            return 0.0
+        return lost_s
 
-    def _usual(self, rows: Sequence[CommittedStep], *, whole: bool = False) -> dict[int, float]:
-        """Return the median step time of each generation, or with ``whole`` of all together, under -1."""
-        clean: dict[int, list[float]] = {}
-        for row in rows:
-            if row.interval_s and row.step not in self._stalls and row.step not in self._saves:
-                if not self._slow.between(row.committed_wall_s - row.interval_s, row.committed_wall_s):
-                    clean.setdefault(-1 if whole else row.generation, []).append(row.interval_s)
-        return {generation: median(times_s) or 0.0 for generation, times_s in clean.items()}
+
+def _median(values: Times) -> float | None:
+    return float(np.median(values)) if len(values) else None
 
 
 def stalls(

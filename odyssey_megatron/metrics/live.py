@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from odyssey_megatron.metrics.commits import NO_COMMITS, Commits
 from odyssey_megatron.metrics.goodput import Goodput, goodput
 from odyssey_megatron.metrics.recoveries import DecisionRecord, RecoveryRecord, decisions, named, recoveries
 from odyssey_megatron.metrics.standing import JobStanding, standing
@@ -123,20 +124,23 @@ class Live:
         return "observed" if self.observes else "trains" if self.committed else "starting"
 
 
-def live(name: str, events: Sequence[JournalEvent]) -> Live:
+def live(name: str, events: Sequence[JournalEvent], older: Commits = NO_COMMITS) -> Live:
     """Return the state after ``events`` (``timeline.last_job``).
+
+    Args:
+        older: Steps before the ones in ``events`` (``follow.Follower``).
 
     Raises KeyError, TypeError or ValueError if they are not a journal's events.
     """
     steps, recovered, switched = committed_steps(events), recoveries(events), switches(events)
-    decided = decisions(events)
+    commits, decided = older.and_of(events), decisions(events)
     weighed = [one for one in decided if one.candidates]
     started = named(events, "job_started")
     world_size = max((event["world_size"] for event in started), default=0)
     now = standing(events, world_size)
     times_s = sorted(row.interval_s for row in steps[-_RECENT:] if row.interval_s)
     step_s = times_s[len(times_s) // 2] if times_s else None
-    tokens = [event.get("tokens", 0) for event in named(events, "step_committed")[-_RECENT:]]
+    tokens = commits.tokens[-_RECENT:].tolist()
     return Live(
         name=name,
         job=str(started[-1].get("job", "")) if started else "",
@@ -146,12 +150,12 @@ def live(name: str, events: Sequence[JournalEvent]) -> Live:
         verdict=next((one["verdict"] for one in reversed(named(events, "job_finished"))), None),
         observes=any(one.get("observes") for one in started),
         steps=steps[-_SHOWN_STEPS:],
-        committed=len(steps),
+        committed=len(commits),
         step_s=step_s,
         policy=next((one.policy for one in decided if one.generation == now.generation), ""),
         planned_step_s=_planned_s(decided, now.generation),
         tokens_per_s=sum(tokens) / len(tokens) / step_s if tokens and step_s else None,
-        goodput=goodput(events, steps, recovered, switched),
+        goodput=goodput(events, commits, recovered, switched),
         stalls=_stalls(recovered, switched),
         standing=now,
         decision=weighed[-1] if weighed else None,

@@ -241,7 +241,7 @@ class JournalLine(_Line, total=False):
     lr: float | None
     skipped: bool
     step_s: _Seconds
-    tokens: int
+    tokens: _Id
     num_microbatches: _Id
     natural: Annotated[float, FINITE]
     dealt: Annotated[float, FINITE]

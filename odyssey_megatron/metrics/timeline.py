@@ -11,15 +11,48 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 JournalEvent = dict[str, Any]
+Times = NDArray[np.float64]
 
 _AGREED = ("generation_started", "generation_agreed")
 """The events that tell that moment: a member's, and that of the coordinator, whose host may have no member."""
 
 _Shifts = list[tuple[float, float]]
 """(``t_s``, what is to be added to it there), in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobClock:
+    """The one clock of a job: the first agent's, with what makes other clocks' times those of it."""
+
+    job: str
+    joined: dict[str, _Shifts]
+    epoch_s: float
+    """What is to be added to the first agent's ``t_s``."""
+
+    def at_s(self, event: JournalEvent) -> float:
+        """Return when ``event`` was; NaN if nothing joins its clock."""
+        shifts = self.joined.get(event.get("clock", ""))
+        return event["t_s"] + _nearest(shifts, event["t_s"]) + self.epoch_s if shifts else math.nan
+
+    def all_at_s(self, clock: str, t_s: Times) -> Times:
+        """Return the same of many events that have one clock."""
+        if not (shifts := self.joined.get(clock)):
+            return np.full_like(t_s, math.nan)
+        if len(shifts) == 1:
+            return t_s + shifts[0][1] + self.epoch_s
+        moments, added = np.array(shifts).T
+        behind = np.clip(np.searchsorted(moments, t_s), 0, len(moments) - 1)
+        before = np.maximum(behind - 1, 0)
+        is_before = np.abs(moments[before] - t_s) <= np.abs(moments[behind] - t_s)
+        found: Times = t_s + added[np.where(is_before, before, behind)] + self.epoch_s
+        return found
 
 
 def last_job(events: Sequence[JournalEvent]) -> list[JournalEvent]:
@@ -29,19 +62,24 @@ def last_job(events: Sequence[JournalEvent]) -> list[JournalEvent]:
     whatever its wall clock does later. It is NaN, and the event comes last, if nothing joins the event's
     clock to that one.
     """
+    return clocked(events)[0]
+
+
+def clocked(events: Sequence[JournalEvent]) -> tuple[list[JournalEvent], JobClock | None]:
+    """Return the events of :func:`last_job` and its clock; None: it was written by a version that had wall clocks
+    alone.
+    """
     starts = [number for number, event in enumerate(events) if event["event"] == "job_started"]
-    mine = list(events[starts[-1] :] if starts else events)
-    head = mine[0] if mine else {}
-    # Written by a version that had wall clocks alone.
+    first = starts[-1] if starts else 0
+    head = events[first] if events else {}
     if "job" not in head or "clock" not in head:
-        return [event | {"at_s": event["wall_s"]} for event in mine]
-    mine = [event | {} for event in events if event.get("job") == head["job"]]
-    joined = _joined(head["clock"], mine)
-    epoch_s = head["wall_s"] - head["t_s"]
-    for event in mine:
-        shifts = joined.get(event.get("clock", ""))
-        event["at_s"] = event["t_s"] + _nearest(shifts, event["t_s"]) + epoch_s if shifts else math.nan
-    return sorted(mine, key=lambda event: math.inf if math.isnan(event["at_s"]) else event["at_s"])
+        return [event | {"at_s": event["wall_s"]} for event in events[first:]], None
+    mine = [event for event in events if event.get("job") == head["job"]]
+    clock = JobClock(
+        job=head["job"], joined=_joined(head["clock"], mine), epoch_s=head["wall_s"] - head["t_s"]
+    )
+    found = [event | {"at_s": clock.at_s(event)} for event in mine]
+    return sorted(found, key=lambda one: math.inf if math.isnan(one["at_s"]) else one["at_s"]), clock
 
 
 def known(times_s: Iterable[float]) -> list[float]:

@@ -36,9 +36,9 @@ class Newest:
         with self._lock:
             if self._state is None or time.monotonic() >= self._due_s:
                 began_s = time.thread_time()
-                events = self._follower.events()
+                events, older = self._follower.look()
                 try:
-                    self._state = live(self._name, events)
+                    self._state = live(self._name, events, older)
                 except UNREADABLE as error:
                     raise unreadable(self._follower.folder, error) from error
                 took_s = time.thread_time() - began_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from odyssey_megatron.codec import to_jsonable
@@ -295,10 +296,11 @@ def test_what_a_job_says_of_slow_ranks_is_not_gone_through_for_each_step():
     ]
     slow = goodput._Slowness([*told[:1], {**told[0], "slow_ranks": [7], "at_s": 12.0}, *told[1:]])
     asked = ((0, 10), (0, 10.1), (13, 20), (14, 15), (20, 21), (35, 99))
-    assert [slow.between(*one) for one in asked] == [
+    assert [slow.ranks(one) for one in slow.between(*np.array(asked, float).T)] == [
         "", "rank(s) 1 slow", "rank(s) 1 slow", "rank(s) 7 slow", "rank(s) 7 slow", "rank(s) 7 slow"
     ]  # fmt: skip
-    assert goodput._Slowness([]).between(0, 1) == goodput._Slowness(told).between(14, 20) == ""
+    for never, since_s, until_s in ((goodput._Slowness([]), 0, 1), (goodput._Slowness(told), 14, 20)):
+        assert not never.between(np.array([since_s]), np.array([until_s])).any()
 
 
 def test_a_gpu_is_given_up_until_it_is_readmitted(runs):

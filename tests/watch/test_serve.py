@@ -57,8 +57,8 @@ def test_nobody_waits_for_what_another_has_asked_for(runs, monkeypatch):
     newest = Newest(runs["shot_at"])
     before, begun, goes_on = newest.get(), threading.Event(), threading.Event()
     newest._due_s = 0.0
-    events = newest._follower.events
-    monkeypatch.setattr(newest._follower, "events", lambda: (begun.set(), goes_on.wait(10), events())[-1])
+    look = newest._follower.look
+    monkeypatch.setattr(newest._follower, "look", lambda: (begun.set(), goes_on.wait(10), look())[-1])
     other = threading.Thread(target=newest.get)
     other.start()
     assert begun.wait(10)
