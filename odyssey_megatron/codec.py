@@ -15,7 +15,7 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -96,21 +96,35 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls, include_extras=True)
 
 
+_Reader = Callable[[Any], Any]
+
+
 def from_jsonable(kind: Any, value: Any) -> Any:
     """Return ``value`` (as parsed by ``json``) as an instance of the annotation ``kind``. Raises ValueError."""
+    return _reader(kind)(value)
+
+
+def _reader(kind: Any) -> _Reader:
+    """Return what reads a value as ``kind``."""
     if dataclasses.is_dataclass(kind):
-        return _record(kind, value)
+        return functools.partial(_record, kind)
     if typing.is_typeddict(kind):
-        return _typed_dict(kind, value)
-    if read := _GENERIC.get(typing.get_origin(kind)):
-        return read(kind, value)
+        return functools.partial(_typed_dict, kind)
+    if of_kind := _GENERIC.get(typing.get_origin(kind)):
+        return of_kind(kind)
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        return kind(*_tuple(tuple[tuple(_hints(kind).values())], value))  # type: ignore[misc]
-    return _scalar(kind, value)
+        return functools.partial(_named_tuple, kind)
+    return functools.partial(_scalar, kind)
+
+
+@functools.cache
+def _readers(cls: type) -> dict[str, _Reader]:
+    """Return the reader of each field. Cached, since a journal has a million lines of a few kinds."""
+    return {name: _reader(kind) for name, kind in _hints(cls).items()}
 
 
 def _scalar(kind: Any, value: Any) -> Any:
-    if kind is Any:
+    if kind is Any or type(value) is kind:
         return value
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(value)
@@ -141,7 +155,6 @@ def _short(value: Any) -> str:
 
 def _record(cls: Any, value: Any) -> Any:
     _expect(dict, value, cls.__name__)
-    hints = _hints(cls)
     fields = dataclasses.fields(cls)
     unknown = set(value) - {f.name for f in fields}
     if unknown:
@@ -150,7 +163,7 @@ def _record(cls: Any, value: Any) -> Any:
     if missing:
         raise ValueError(f"{cls.__name__}: field(s) {missing[:_SHOWN]} are missing")
     try:
-        return cls(**{name: _field(cls, hints, name, one) for name, one in value.items()})
+        return cls(**{name: _field(cls, name, one) for name, one in value.items()})
     except TypeError as error:
         raise ValueError(f"{cls.__name__}: {error}") from error
 
@@ -164,61 +177,78 @@ def _typed_dict(cls: Any, value: Any) -> Any:
     missing = cls.__required_keys__ - set(value)
     if missing:
         raise ValueError(f"field(s) {sorted(missing)[:_SHOWN]} are missing")
-    hints = _hints(cls)
-    return {name: _field(cls, hints, name, one) if name in hints else one for name, one in value.items()}
+    readers = _readers(cls)
+    return {name: _field(cls, name, one) if name in readers else one for name, one in value.items()}
 
 
-def _field(cls: Any, hints: dict[str, Any], name: str, value: Any) -> Any:
+def _field(cls: type, name: str, value: Any) -> Any:
     """Return the value of a field. Raises ValueError with the field's name."""
     try:
-        return from_jsonable(hints[name], value)
+        return _readers(cls)[name](value)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _union(kind: Any, value: Any) -> Any:
-    failures = []
-    for option in typing.get_args(kind):
-        if option is type(None):
-            if value is None:
-                return None
-            continue
-        try:
-            return from_jsonable(option, value)
-        except ValueError as error:
-            failures.append(str(error))
-    raise ValueError("; ".join(failures) or f"expected {kind}, found {_short(value)}")
+def _named_tuple(cls: Any, value: Any) -> Any:
+    return cls(*_items(_readers(cls).values(), _expect(list, value, cls)))
 
 
-def _tuple(kind: Any, value: Any) -> Any:
-    _expect(list, value, kind)
+def _items(readers: Collection[_Reader], value: list[Any]) -> list[Any]:
+    if len(readers) != len(value):
+        raise ValueError(f"expected {len(readers)} items, found {len(value)}")
+    return [read(item) for read, item in zip(readers, value, strict=True)]
+
+
+def _union(kind: Any) -> _Reader:
+    options = typing.get_args(kind)
+    readers = [_reader(option) for option in options if option is not type(None)]
+
+    def read(value: Any) -> Any:
+        if value is None and type(None) in options:
+            return None
+        failures = []
+        for one in readers:
+            try:
+                return one(value)
+            except ValueError as error:
+                failures.append(str(error))
+        raise ValueError("; ".join(failures) or f"expected {kind}, found {_short(value)}")
+
+    return read
+
+
+def _tuple(kind: Any) -> _Reader:
     args = typing.get_args(kind)
+    readers = [_reader(item) for item in args if item is not Ellipsis]
     if len(args) == 2 and args[1] is Ellipsis:
-        return tuple(from_jsonable(args[0], one) for one in value)
-    if len(args) != len(value):
-        raise ValueError(f"expected {len(args)} items, found {len(value)}")
-    return tuple(from_jsonable(item, one) for item, one in zip(args, value, strict=True))
+        return lambda value: tuple(map(readers[0], _expect(list, value, kind)))
+    return lambda value: tuple(_items(readers, _expect(list, value, kind)))
 
 
-def _annotated(kind: Any, value: Any) -> Any:
+def _annotated(kind: Any) -> _Reader:
     inner, *checks = typing.get_args(kind)
-    value = from_jsonable(inner, value)
-    for one in checks:
-        one.check(value)
-    return value
+    read_inner, checkers = _reader(inner), [one.check for one in checks]
+
+    def read(value: Any) -> Any:
+        value = read_inner(value)
+        for check in checkers:
+            check(value)
+        return value
+
+    return read
 
 
-def _frozenset(kind: Any, value: Any) -> Any:
-    (item,) = typing.get_args(kind)
-    return frozenset(from_jsonable(item, one) for one in _expect(list, value, kind))
+def _frozenset(kind: Any) -> _Reader:
+    (item,) = map(_reader, typing.get_args(kind))
+    return lambda value: frozenset(map(item, _expect(list, value, kind)))
 
 
-def _dict(kind: Any, value: Any) -> Any:
-    _, item = typing.get_args(kind)
-    return {key: from_jsonable(item, one) for key, one in _expect(dict, value, kind).items()}
+def _dict(kind: Any) -> _Reader:
+    _, item = map(_reader, typing.get_args(kind))
+    return lambda value: {key: item(one) for key, one in _expect(dict, value, kind).items()}
 
 
-_GENERIC: dict[Any, Callable[[Any, Any], Any]] = {
+_GENERIC: dict[Any, Callable[[Any], _Reader]] = {
     typing.Annotated: _annotated,
     typing.Union: _union,
     types.UnionType: _union,
@@ -226,4 +256,4 @@ _GENERIC: dict[Any, Callable[[Any, Any], Any]] = {
     frozenset: _frozenset,
     dict: _dict,
 }
-"""The reader of each annotation with brackets, by its origin (``typing.get_origin``)."""
+"""What makes the reader of each annotation with brackets, by its origin (``typing.get_origin``)."""
