@@ -186,7 +186,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         name=name,
         job=job,
         state=state,
-        profile=replace(profile, costs=replace(costs, keeps_messages=line.config.resumes_steps)),
+        profile=_by_settings(replace(profile, costs=costs), line.config),
         config=line.config,
         gpus_per_node=gpus,
         notes=(*line.notes, *known, *of_memory, *of_experts),
@@ -215,6 +215,12 @@ def _with_memory(
     usable = int(memory_gib * GIB) * (100 - headroom_percent) // 100
     said = f"plans may use {usable / GIB:.4g} of the {memory_gib:g} GiB of a GPU (--odyssey-memory-headroom-percent)"
     return replace(profile, costs=replace(profile.costs, memory_bytes=usable)), (said,)
+
+
+def _by_settings(profile: Profile, config: OdysseyConfig) -> Profile:
+    """Return ``profile`` as the job's settings have it."""
+    costs = replace(profile.costs, keeps_messages=config.resumes_steps)
+    return replace(profile, costs=costs, restart_s=config.restart_s or profile.restart_s)
 
 
 def _of_profile(line: LaunchLine, profile: Profile, path: str) -> Iterator[str]:

@@ -119,10 +119,9 @@ def main_simulate(argv: Sequence[str]) -> int:
     options, more = parser.parse_known_args(list(argv))
     scenario = scenario_from(options, more)
     profile = scenario.profile.without_messages
-    restart_s = scenario.config.restart_s or profile.restart_s
     world = World(
         job=scenario.job,
-        profile=replace(profile, group_build_s=options.group_build_s, restart_s=restart_s),
+        profile=replace(profile, group_build_s=options.group_build_s),
         workers=scenario.state.alive,
         mtbf_s=0.0,
         gpus_per_node=scenario.gpus_per_node,

@@ -106,10 +106,9 @@ def _with_settings(scenario: Scenario, options: argparse.Namespace) -> Scenario:
         for name in ("policy", "mtbf_s", "horizon_s")
         if (value := getattr(options, name)) is not None
     }
-    profile, restart_s = scenario.profile, options.restart_s
-    if restart_s is None:
-        restart_s = scenario.config.restart_s or profile.restart_s
-    profile = replace(profile, restart_s=restart_s)
+    profile = scenario.profile
+    if options.restart_s is not None:
+        profile = replace(profile, restart_s=options.restart_s)
     return replace(scenario, config=replace(scenario.config, **given), profile=profile)
 
 
