@@ -4,11 +4,13 @@ import enum
 import json
 import random
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Annotated, Any, NewType, TypedDict
 
 import pytest
 
+from odyssey_megatron import codec
 from odyssey_megatron.codec import from_json, to_json, to_jsonable
+from odyssey_megatron.inputs import Between
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.plan import Plan, Transfer
 from odyssey_megatron.plan.scheduling.programs import Programs
@@ -132,3 +134,17 @@ def test_damaged_plans_never_give_a_plan_of_another_shape():
             continue
         assert isinstance(read.layout, Layout)
         assert from_json(Plan, to_json(read)) == read
+
+
+def test_what_reads_the_fields_of_a_class_is_made_once(monkeypatch):
+    """A journal has a million lines, and a report checks each field of them."""
+
+    class Line(TypedDict):
+        step: Annotated[int, Between(0, 9)]
+        ranks: tuple[int, ...]
+
+    made, whole = [], codec._reader
+    monkeypatch.setattr(codec, "_reader", lambda kind: made.append(kind) or whole(kind))
+    for step in range(3):
+        assert codec.from_jsonable(Line, {"step": step, "ranks": [step]})["ranks"] == (step,)
+    assert len([kind for kind in made if kind is not Line]) <= 4

@@ -22,7 +22,7 @@ from matplotlib.transforms import Affine2D
 
 from odyssey_megatron.metrics.recoveries import RecoveryRecord
 from odyssey_megatron.metrics.run import Run, lost, milliseconds
-from odyssey_megatron.metrics.traces import Box, ExecutedStep, before_and_after
+from odyssey_megatron.metrics.traces import Box, ExecutedStep, before_and_after, whole_steps
 from odyssey_megatron.names import step_name
 
 _DPI = 160
@@ -121,8 +121,9 @@ def all_figures(run: Run, reference: Run | None) -> tuple[Picture, ...]:
             lambda theme: step_time_figure(run, reference, theme),
         ),
     ]
+    whole = whole_steps(run.traced, run.steps)
     for number, recovery in enumerate(run.recoveries, 1):
-        before, after = before_and_after(recovery, run.traced, run.steps)
+        before, after = before_and_after(recovery, whole)
         if before and after and len(pictures) < 2 + _SCHEDULES:
             pictures.append(_schedule_picture(number, recovery, before, after))
     return tuple(pictures)

@@ -56,7 +56,8 @@ class JobClock:
 
 
 def last_job(events: Sequence[JournalEvent]) -> list[JournalEvent]:
-    """Return the events of the latest job of a folder, which may have been used again, in order and with ``at_s``.
+    """Return the events of the latest job of a folder, which may have been used again, in order and with ``at_s``,
+    which is set in them: copies would take as much memory again.
 
     ``at_s`` is in seconds since the epoch. It is counted by the first agent's clock from the job's start on,
     whatever its wall clock does later. It is NaN, and the event comes last, if nothing joins the event's
@@ -73,13 +74,16 @@ def clocked(events: Sequence[JournalEvent]) -> tuple[list[JournalEvent], JobCloc
     first = starts[-1] if starts else 0
     head = events[first] if events else {}
     if "job" not in head or "clock" not in head:
-        return [event | {"at_s": event["wall_s"]} for event in events[first:]], None
+        for event in (mine := list(events[first:])):
+            event["at_s"] = event["wall_s"]
+        return mine, None
     mine = [event for event in events if event.get("job") == head["job"]]
     clock = JobClock(
         job=head["job"], joined=_joined(head["clock"], mine), epoch_s=head["wall_s"] - head["t_s"]
     )
-    found = [event | {"at_s": clock.at_s(event)} for event in mine]
-    return sorted(found, key=lambda one: math.inf if math.isnan(one["at_s"]) else one["at_s"]), clock
+    for event in mine:
+        event["at_s"] = clock.at_s(event)
+    return sorted(mine, key=lambda one: math.inf if math.isnan(one["at_s"]) else one["at_s"]), clock
 
 
 def known(times_s: Iterable[float]) -> list[float]:

@@ -65,15 +65,19 @@ def executed_steps(events: Sequence[JournalEvent]) -> tuple[ExecutedStep, ...]:
     )
 
 
+def whole_steps(traced: Sequence[ExecutedStep], steps: Sequence[CommittedStep]) -> tuple[ExecutedStep, ...]:
+    """Return the traced attempts that were committed."""
+    committed = {(row.generation, row.step) for row in steps}
+    return tuple(one for one in traced if (one.generation, one.step) in committed)
+
+
 def before_and_after(
-    recovery: RecoveryRecord, traced: Sequence[ExecutedStep], steps: Sequence[CommittedStep]
+    recovery: RecoveryRecord, whole: Sequence[ExecutedStep]
 ) -> tuple[ExecutedStep | None, ExecutedStep | None]:
-    """Return the last committed traced step before ``recovery``, and the last one in its generation.
+    """Return the last one of :func:`whole_steps` before ``recovery``, and the last one in its generation.
 
     The last one, since the first step of a generation also warms up caches and connections.
     """
-    committed = {(row.generation, row.step) for row in steps}
-    whole = [one for one in traced if (one.generation, one.step) in committed]
     before = [one for one in whole if one.generation < recovery.generation]
     after = [one for one in whole if one.generation == recovery.generation]
     return (before[-1] if before else None, after[-1] if after else None)

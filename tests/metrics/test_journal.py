@@ -79,6 +79,16 @@ def test_of_some_events_only_their_lines_are_parsed_and_only_files_that_may_have
         list(read_journal(tmp_path, only=("rank_started", "step_committed")))
 
 
+def test_lines_share_the_texts_that_they_have_in_common(tmp_path):
+    """They would be half of what a long job's report keeps."""
+    journal = Journal(tmp_path, source="rank0", rank=0, job="ab12cd34")
+    for step in range(2):
+        journal.event("step_committed", step=step, loss={}, tokens=64)
+    first, second = read_journal(tmp_path)
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    assert all(first[name] is second[name] for name in ("event", "job", "source", "clock"))
+
+
 def test_a_newer_schema_is_refused(tmp_path):
     folder = tmp_path / "journal"
     folder.mkdir()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey_megatron.metrics.run import read_run
-from odyssey_megatron.metrics.traces import before_and_after
+from odyssey_megatron.metrics.traces import before_and_after, whole_steps
 
 from .synthetic_run import FIRST, MICROBATCHES, SECOND, STEPS, SWITCH
 
@@ -14,15 +14,15 @@ def run(runs):
 
 
 def test_the_pictures_show_the_step_before_and_the_last_step_of_the_new_generation(run):
-    before, after = before_and_after(run.recoveries[0], run.traced, run.steps)
+    before, after = before_and_after(run.recoveries[0], whole_steps(run.traced, run.steps))
     assert (before.step, before.generation) == (FIRST - 1, 1)
     assert (after.step, after.generation) == (SWITCH - 1, 2)
-    before, after = before_and_after(run.recoveries[2], run.traced, run.steps)
+    before, after = before_and_after(run.recoveries[2], whole_steps(run.traced, run.steps))
     assert (before.step, after.step, after.generation) == (SECOND - 1, STEPS - 1, 6)
 
 
 def test_a_superseded_generation_has_no_after(run):
-    assert before_and_after(run.recoveries[1], run.traced, run.steps)[1] is None
+    assert before_and_after(run.recoveries[1], whole_steps(run.traced, run.steps))[1] is None
 
 
 def test_boxes_are_the_instructions(run):
