@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from odyssey_megatron.metrics.recoveries import named
 from odyssey_megatron.metrics.timeline import JournalEvent, known
@@ -134,33 +137,35 @@ def check_samples(events: Sequence[JournalEvent], steps: Sequence[CommittedStep]
     out are missing.
     """
     problems: list[str] = []
-    runs: list[list[int]] = [[]]
-    fetched: dict[int, dict[int, list[JournalEvent]]] = {}
+    runs = [array("q")]
+    fetched: dict[int, list[JournalEvent]] = {}
     for event in named(events, "samples"):
-        fetched.setdefault(event["step"], {}).setdefault(event["generation"], []).append(event)
+        fetched.setdefault(event["step"], []).append(event)
     for before, row in zip((None, *steps), steps, strict=False):
         if before is not None and row.step != before.step + 1:
             problems.append(f"iterations {before.step + 2} to {row.step} were never committed")
         if row.is_left_out:
-            runs.append([])
+            runs.append(array("q"))
             continue
-        attempts = {g: e for g, e in fetched.get(row.step, {}).items() if g <= row.generation}
+        attempts = [one for one in fetched.get(row.step, ()) if one["generation"] <= row.generation]
         if not attempts:
             problems.append(f"{step_name(row.step)}: no samples in the journal")
             continue
-        runs[-1] += _one_step(row.step, attempts[max(attempts)], problems)
-    consumed = [sample for run in runs for sample in run]
-    expected = [run[0] + count for run in runs for count in range(len(run))]
-    wrong = [(want, got) for want, got in zip(expected, consumed, strict=True) if want != got]
-    if len(set(consumed)) < len(consumed):
-        problems.append(f"{len(consumed) - len(set(consumed))} samples were used more than once")
-    if wrong:
-        want, got = wrong[0]
+        newest = max(one["generation"] for one in attempts)
+        counted = [one for one in attempts if one["generation"] == newest]
+        runs[-1].extend(_one_step(row.step, counted, problems))
+    consumed = np.concatenate([np.array(run, np.int64) for run in runs])
+    expected = np.concatenate([np.arange(len(run)) + (run[0] if run else 0) for run in runs])
+    wrong = np.flatnonzero(expected != consumed)
+    if again := np.count_nonzero(np.diff(np.sort(consumed)) == 0):
+        problems.append(f"{again} samples were used more than once")
+    if len(wrong):
+        want, got = expected[wrong[0]], consumed[wrong[0]]
         problems.append(f"sample {got} stands where {want} should ({len(wrong)} out of place)")
     return SampleCheck(
         samples=len(consumed),
-        first=min(consumed, default=-1),
-        last=max(consumed, default=-1),
+        first=int(consumed.min()) if len(consumed) else -1,
+        last=int(consumed.max()) if len(consumed) else -1,
         problems=_shortened(problems),
     )
 
