@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from odyssey_megatron.errors import ConfigError  # noqa: E402
+from odyssey_megatron.mcore.model import scripted  # noqa: E402
+from odyssey_megatron.mcore.model.clipping import clipped  # noqa: E402
 
 RATES = SimpleNamespace(lr=1e-2, min_lr=1e-3)
 
@@ -55,6 +57,55 @@ def test_other_losses_are_refused(model, report, told):
     stepping(model, report=report)
     with pytest.raises(ConfigError, match=told):
         model.compute.forward(0, 2, 4, model.compute.forward(0, 0, 2, None).detach())
+
+
+WRONG = {
+    "no loss function": (lambda step: step[0], "the forward step returns a tensor of shape"),
+    "nothing": (
+        lambda step: None,
+        "the forward step returns None, and the model's output and a loss function",
+    ),
+    "the loss alone": (
+        lambda loss: loss[0],
+        r"the loss function returns a tensor of shape \[\]: return loss, ",
+    ),
+    "no report": (lambda loss: loss[:2], r"returns \(a tensor of shape \[\], a tensor of shape \[\]\)"),
+    "a number": (lambda loss: (loss[0].item(), *loss[1:]), "returns a float as the loss"),
+    "many": (lambda loss: (loss[0].repeat(3), *loss[1:]), r"returns a tensor of shape \[3\] as the loss"),
+    "detached": (lambda loss: (loss[0].detach(), *loss[1:]), "a loss without a gradient"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_a_script_s_functions_return_is_checked(model, wrong):
+    change, told = WRONG[wrong]
+    own_step = model.compute.forward_step
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        output, own_loss = own_step(iterator, chunk)
+        if told.startswith("the forward step"):
+            return change((output, own_loss))
+        return output, own_loss and (lambda losses: change(own_loss(losses)))
+
+    model.compute.forward_step = forward_step
+    with pytest.raises(ConfigError, match=told):
+        model.compute.forward(0, 2, 4, model.compute.forward(0, 0, 2, None).detach())
+
+
+def test_where_tokens_divide_the_loss_they_have_to_be_returned():
+    def loss(losses: Any) -> Any:
+        return losses.mean(), {"lm loss": losses.mean().detach()}
+
+    step = scripted.checked(lambda iterator, model: (None, loss), sums_losses=True)
+    with pytest.raises(ConfigError, match="number of tokens, which the loss function does not return"):
+        step(None, None)[1](torch.ones(2))
+    assert (
+        len(scripted.checked(lambda *_: (None, loss), sums_losses=False)(None, None)[1](torch.ones(2))) == 2
+    )
+
+
+def test_a_step_whose_masks_leave_out_all_tokens_divides_by_nothing():
+    assert clipped(0.0, loss_scale=2.0, tokens=0.0, clip_grad=1.0) == (0.5, 0.0)
 
 
 def test_a_data_set_that_ends_too_early_is_refused_at_once(megatron):

@@ -27,10 +27,12 @@ def clipped(squared_norm: float, *, loss_scale: float, tokens: float, clip_grad:
     Args:
         squared_norm: of the gradients as they are, before any scaling.
         loss_scale: the factor that the losses were multiplied by.
-        tokens: the number that the gradients are divided by; 1.0 where losses are means.
+        tokens: the number that the gradients are divided by; 1.0 where losses are means. With 0 tokens, as where masks
+            leave out all, gradients are zero, and not divided (core_v0.16.1 distributed/finalize_model_grads.py, line
+            495).
         clip_grad: the largest norm allowed; 0.0: any.
     """
-    scale = 1.0 / loss_scale / tokens
+    scale = 1.0 / loss_scale / (tokens or 1.0)
     norm = math.sqrt(squared_norm) * scale if squared_norm >= 0.0 else math.nan
     if clip_grad > 0.0 and norm > 0.0:
         return Clipped(scale * min(1.0, clip_grad / (norm + 1.0e-6)), norm)

@@ -2,8 +2,8 @@
 
 Odyssey's groups (the world of a generation, the holders of a block) are never given to Megatron: instructions of the
 schedule reduce gradients and send messages. Megatron sees one cell: its tensor-, context- and expert-parallel groups
-have the cell's ranks, and every other group has this rank alone. Its data-parallel globals are removed, so that a
-collective over them fails loudly instead of silently doing nothing.
+have the cell's ranks, and every other group has this rank alone. Its data-parallel globals fail loudly when they are
+used, instead of silently doing nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,20 @@ _FORBIDDEN = (
     "_DATA_PARALLEL_GROUP_WITH_CP",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
 )
+
+
+class _NoReplicas:
+    """In place of a data-parallel group. It is not None, by which Megatron would know that there are no groups at all,
+    and then its modules would not find the tensor-parallel one.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"{name} of Megatron's data-parallel group: replicas change when ranks are lost, so that only Odyssey "
+            "does something over them. It reduces gradients and losses itself."
+        )
+
+
 _OURS = "pp ep dp dp_cp expt_dp intra_dp_cp intra_expt_dp intra_dist_opt".split()
 _TENSOR = "tp mp expt_tp tp_ep tp_ep_pp tp_dp_cp".split()
 
@@ -73,7 +87,7 @@ def initialize(
             create_gloo_process_groups=False,
         )
         for name in () if data_parallel else _FORBIDDEN:
-            setattr(parallel_state, name, None)
+            setattr(parallel_state, name, _NoReplicas())
         _put_in_place(cell, named or {})
     alone = parallel_state.get_pipeline_model_parallel_group()
     fields: dict[str, Any] = dict.fromkeys(_OURS, alone)

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from odyssey_megatron.execute.interpreter import Needs, Passed
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.mcore.loop.microbatches import Microbatches
-from odyssey_megatron.mcore.model import by_context, cut_off, groups, lanes, needed
+from odyssey_megatron.mcore.model import by_context, cut_off, groups, lanes, needed, scripted
 from odyssey_megatron.mcore.model.holdings import Holdings
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.tally import Tally
@@ -126,7 +126,9 @@ class Passes:
                 self._holdings.seeds.reseed_script()
                 tensor, tokens = schedules.forward_step(
                     by_context.forward_step_of(
-                        self._holdings.cell, self.forward_step, sums_losses=sums_losses
+                        self._holdings.cell,
+                        scripted.checked(self.forward_step, sums_losses=sums_losses),
+                        sums_losses=sums_losses,
                     ),
                     self._microbatches.source,
                     block.model,
