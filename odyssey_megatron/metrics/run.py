@@ -30,6 +30,7 @@ from odyssey_megatron.metrics.steps import (
     committed_steps,
     loss_difference,
 )
+from odyssey_megatron.metrics.suspects import ended_with_the_job
 from odyssey_megatron.metrics.switches import Switch, switches
 from odyssey_megatron.metrics.timeline import clocks_of, last_job
 from odyssey_megatron.metrics.traces import ExecutedStep, executed_steps
@@ -53,6 +54,8 @@ class Run:
     samples: SampleCheck
     state: Live
     """The last state of the job."""
+    ended: frozenset[int]
+    """The ranks that were found dead, but had ended as the job does."""
     left_out: tuple[str, ...]
     """Sentences on lines of the journal that are no events."""
 
@@ -61,10 +64,9 @@ class Run:
         """What the report says where there was no recovery."""
         if not self.world_size:
             return "this part of the journal has none"
-        lost = sorted(self.state.standing.dead)
-        return (
-            f"rank(s) {', '.join(map(str, lost))} were lost, and nobody went on" if lost else "nothing failed"
-        )
+        if lost := sorted(set(self.state.standing.dead) - self.ended):
+            return f"rank(s) {', '.join(map(str, lost))} were lost, and nobody went on"
+        return "no rank was lost; the job ended by itself" if self.ended else "nothing failed"
 
 
 UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, OdysseyError)
@@ -110,6 +112,7 @@ def read_run(run_dir: str | Path) -> Run:
             traced=executed_steps(events),
             samples=check_samples(events, steps),
             state=live(name, events),
+            ended=frozenset(ended_with_the_job(events)),
             left_out=tuple(left_out),
         )
     except UNREADABLE as error:

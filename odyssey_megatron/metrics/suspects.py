@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from odyssey_megatron.errors import EXIT_FENCED
+from odyssey_megatron.errors import ENDS_OF_JOB, EXIT_FENCED
 from odyssey_megatron.metrics.records import LINK_KINDS, SLOW_LINK, SLOW_SUMS
 from odyssey_megatron.metrics.recoveries import named, ranks_of
 from odyssey_megatron.metrics.standing import nodes_of
@@ -84,20 +85,36 @@ def _incidents(events: Sequence[JournalEvent], found: _Evidence) -> None:
                 found.add(node, why, incident=True)
 
 
+def codes_of(event: JournalEvent) -> list[Any]:
+    """Return the exit code of each rank that a ``failure_detected`` names."""
+    codes = event.get("code")
+    return codes if isinstance(codes, list) else [codes] * len(ranks_of(event["dead"]))
+
+
+def ended_with_the_job(events: Sequence[JournalEvent]) -> set[int]:
+    """Return the ranks that were found dead, but had ended as the job does."""
+    deaths = named(events, "failure_detected")
+    return {
+        rank
+        for event in deaths
+        for rank, code in zip(ranks_of(event["dead"]), codes_of(event), strict=False)
+        if code in ENDS_OF_JOB
+    }
+
+
 def _death(
     event: JournalEvent, nodes: Mapping[int, str], injected: Collection[int], found: _Evidence
 ) -> None:
     """Add a death to the evidence against the nodes of its ranks.
 
-    Not counted are ranks that went with the rest of their cell, or because their node was asked to leave.
+    Not counted are ranks that went with the rest of their cell, because their node was asked to leave, or with the job.
     """
-    dead, codes = ranks_of(event["dead"]), event.get("code")
+    dead, codes = ranks_of(event["dead"]), codes_of(event)
     causes = event.get("causes") or [event.get("cause", "")] * len(dead)
-    codes = codes if isinstance(codes, list) else [codes] * len(dead)
     hit: dict[str, dict[int, str]] = {}
     for rank, cause, code in zip(dead, causes, codes, strict=False):
         # The event ``left_out`` names the corrupt ones, with the reason.
-        if cause not in ("cell", "corrupt") and code != EXIT_FENCED:
+        if cause not in ("cell", "corrupt") and code != EXIT_FENCED and code not in ENDS_OF_JOB:
             hit.setdefault(nodes.get(rank, "?"), {})[rank] = cause
     for node, ranks in hit.items():
         asked = " (injected)" if not ranks.keys().isdisjoint(injected) else ""

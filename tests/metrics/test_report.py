@@ -9,8 +9,11 @@ import matplotlib.image
 import pytest
 
 from odyssey_megatron import cli
+from odyssey_megatron.errors import EXIT_UNSOUND
 from odyssey_megatron.metrics.follow import Follower
-from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.metrics.journal import Journal, read_journal
+from odyssey_megatron.metrics.suspects import suspects
+from odyssey_megatron.metrics.timeline import last_job
 
 from .synthetic_run import JOB, STEPS
 
@@ -74,6 +77,25 @@ def test_a_loss_that_ended_the_job_is_no_recovery_and_not_nothing(runs, capsys, 
     page = (tmp_path / "out" / "index.html").read_text()
     assert "None: rank(s) 3, 5 were lost, and nobody went on." in page
     assert re.search(r"<b>2</b><span>rank\(s\) lost", page)
+
+
+def test_ranks_that_ended_with_the_job_were_not_lost(runs, capsys, tmp_path):
+    """As where gradients are not finite. Nor is their machine suspected."""
+    folder = shutil.copytree(runs["undisturbed"], tmp_path / "run")
+    journal = Journal(folder, source="agent0", job=JOB)
+    journal.event(
+        "failure_detected",
+        generation=1,
+        dead=[3, 5],
+        code=[EXIT_UNSOUND, -9],
+        cause="exit",
+        causes=["exit", "killed"],
+    )
+    journal.close()
+    assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "no recoveries: rank(s) 5 were lost, and nobody went on" in capsys.readouterr().out
+    (found,) = suspects(last_job(list(read_journal(folder))))
+    assert any("rank(s) 5 lost" in one for one in found.evidence)
 
 
 def test_a_folder_that_is_used_again_reports_on_the_latest_job(runs, tmp_path, capsys):
