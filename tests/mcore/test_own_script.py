@@ -92,6 +92,20 @@ def test_what_a_script_s_functions_return_is_checked(model, wrong):
         model.compute.forward(0, 2, 4, model.compute.forward(0, 0, 2, None).detach())
 
 
+def test_a_sample_of_another_length_is_named(model):
+    own_step = model.compute.forward_step
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        output, own_loss = own_step(iterator, chunk)
+        return output[:-1], own_loss
+
+    model.compute.forward_step = forward_step
+    with pytest.raises(
+        ConfigError, match=r"microbatch 0, samples \[0\]: activations have the shape \[15, .*must have"
+    ):
+        model.compute.forward(0, 0, 2, None)
+
+
 def test_where_tokens_divide_the_loss_they_have_to_be_returned():
     def loss(losses: Any) -> Any:
         return losses.mean(), {"lm loss": losses.mean().detach()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.execute.interpreter import Needs, Passed
 from odyssey_megatron.execute.ledger import Word
 from odyssey_megatron.mcore.loop.microbatches import Microbatches
@@ -94,6 +96,14 @@ class Passes:
             lambda number, rows: self._forward_of_lane(number, first, last, rows, ahead=ahead, needs=needs),
             back=lambda lane: self._back_to(microbatch, lane),
         )
+        if last < self._holdings.spec.num_layers and output.numel() != math.prod(self._message_shape):
+            # Whoever receives it has room for just so much, and would compute with what else lies there.
+            samples = self._microbatches.source.fetched if self._microbatches.source is not None else {}
+            raise ConfigError(
+                f"microbatch {microbatch}, samples {samples.get(microbatch, 'unknown')}: activations have the shape "
+                f"{list(output.shape)}, and {list(self._message_shape)} by seq_length and micro_batch_size. All "
+                "samples must have that length."
+            )
         if self._training:
             self._flights[self._microbatches.go_to(microbatch), first] = Flight(
                 activation, output, WeightGrads(), last - first
