@@ -21,15 +21,15 @@ def start_nodes(jobs, name, *flags, stages=1, apart=False):
     port = free_port()
     where = ["--odyssey-job-host", f"127.0.0.1:{port}"] if apart else []
 
-    def start(node, command="run", log="log"):
+    def start(node, command="run", log="log", more=()):
         return jobs.server.run(
             ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port",
-             port, SCRIPT, *jobs.flags(name, stages=stages), "--odyssey-node-lease-s", 0.8, *where, *flags],
+             port, SCRIPT, *jobs.flags(name, stages=stages), "--odyssey-node-lease-s", 0.8, *where, *flags, *more],
             log=jobs.folder / f"{name}-{node}.{log}", env={"ODYSSEY_TOKEN": "both nodes know it"}, command=command,
         )  # fmt: skip
 
     agents = [start(node) for node in range(2)] + ([start(2, "host")] if apart else [])
-    return agents, lambda: start(0 if apart else 1, "join", "again")
+    return agents, lambda *more: start(0 if apart else 1, "join", "-".join(["again", *more]), more)
 
 
 def assert_filled(outcome, reference, ranks) -> int:
@@ -87,6 +87,24 @@ def test_a_lost_node_is_replaced(jobs, reference, name):
     assert replaced.wait(20) == 0, replaced.log()
     outcome = jobs.outcome(name, exit_code=0, log=agents[0].log())
     assert_filled(outcome, reference, [2, 3])
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(240)
+def test_a_lost_node_is_replaced_after_a_try_with_other_settings(jobs, name):
+    agents, again = start_nodes(jobs, name, *LONG.split(), "--train-iters", 400)
+    run_dir = jobs.folder / name
+    wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
+    agents[1].kill()
+    wait_for(lambda: events(run_dir, "failure_detected"), 60, "the loss of the node")
+    other = again("--lr", "2e-3")
+    assert other.wait(60) == EXIT_BAD_INPUT, other.log()
+    assert "Use the arguments that the job was started with." in other.log()
+    assert not events(run_dir, "job_finished")
+    replaced = again()
+    assert agents[0].wait(120) == 0, agents[0].log()
+    assert replaced.wait(20) == 0, replaced.log()
+    assert sorted(event["target"] for event in events(run_dir, "rank_joined")) == [2, 3]
 
 
 @pytest.mark.matrix

@@ -119,10 +119,12 @@ class Apart:
         self.host = self.start("host")
         wait_for(lambda: len(events(self.run_dir, "recovered")) == 4, 30, "all ranks in their groups")
 
-    def start(self, command: str, node: int = 0, ranks: int = 2) -> Job:
+    def start(
+        self, command: str, node: int = 0, ranks: int = 2, *flags: object, log: str | None = None
+    ) -> Job:
         return self._server.run(
-            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", ranks, *self._script],
-            log=self._folder / f"{command}{node}",
+            ["--nnodes", 2, "--node-rank", node, "--nproc-per-node", ranks, *self._script, *flags],
+            log=self._folder / (log or f"{command}{node}"),
             env={"ODYSSEY_TOKEN": "three machines"},
             command=command,
         )
@@ -160,6 +162,20 @@ def test_a_node_is_not_replaced_by_one_with_other_ranks(apart, tmp_path, ranks):
     assert f"node 1 has 2 rank(s) in this job, and this command would start {ranks}" in other.log()
     (tmp_path / "go").touch()
     assert apart.nodes[0].wait(30) == apart.host.wait(30) == 0, apart.host.log()
+
+
+def test_a_node_that_was_started_for_another_job_makes_room_for_the_right_one(apart, tmp_path):
+    apart.nodes[1].kill()
+    wait_for(lambda: events(apart.run_dir, "failure_detected"), 20, "the loss of the node")
+    other = apart.start("join", 1, 2, "--pipeline", 2, log="other")
+    assert other.wait(20) == EXIT_BAD_INPUT, other.log()
+    assert "Use the arguments that the job was started with." in other.log()
+    assert other.log().count("node 1 does not join the job, as its rank") == 1
+    right = apart.start("join", 1)
+    wait_for(lambda: len(events(apart.run_dir, "rank_started")) == 8, 20, "its ranks")
+    (tmp_path / "go").touch()
+    assert right.wait(30) == apart.nodes[0].wait(30) == apart.host.wait(30) == 0, right.log()
+    assert "cannot join" not in right.log()
 
 
 def test_the_host_of_a_job_is_killed(apart):

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import ConfigError, ControlPlaneLost
+from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch.agent.asking import Asking
 from odyssey_megatron.launch.agent.gathering import gather
 from odyssey_megatron.launch.agent.hosting import Hosting
@@ -34,7 +34,7 @@ from odyssey_megatron.launch.wire.admission import OTHER_TOKEN
 from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.launch.wire.leases import HostOfJob, beats
 from odyssey_megatron.launch.wire.requests import Requests
-from odyssey_megatron.launch.wire.verdict import JobVerdict, VerdictWatch
+from odyssey_megatron.launch.wire.verdict import SAYS_WHY, JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal, host_name
 from odyssey_megatron.metrics.outlet import say
 
@@ -61,6 +61,10 @@ _OTHERS = (
 _REPLACED = (
     "another agent has taken the place of node {node} ('odyssey join') while this one was silent for longer than "
     "--odyssey-node-lease-s, so that this one ends."
+)
+_REFUSED = (
+    "node {node} does not join the job, as its rank {rank} was refused; the job goes on without. {says_why} Then use "
+    "'odyssey join' again."
 )
 _RESPAWNS_OF_A_NODE = 10_000
 """More than the number of times that one agent starts a rank, so that no two processes of a rank have the same
@@ -157,6 +161,7 @@ class OdysseyAgent(LocalElasticAgent):
         os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
         for rank in ranks:
             control.put(keys.here_key(rank), "")
+            control.forget(keys.joined_key(rank))
         forget_smaller(control, ranks)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
@@ -232,6 +237,8 @@ class OdysseyAgent(LocalElasticAgent):
         def heed() -> None:
             ask.heed(ranks, verdict, control)
             requests.answer(ranks.readmit)
+            if launch.joins and ranks.refused is not None:
+                self._turn_back(ranks, verdict, control)
 
         try:
             ranks.watch(verdict, heed)
@@ -246,6 +253,17 @@ class OdysseyAgent(LocalElasticAgent):
         self._is_replaced, why = True, _REPLACED.format(node=node)
         say(f"[odyssey] {why}")
         verdict.give(JobVerdict(code=1, why=why))
+
+    def _turn_back(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
+        """End this node's part if a rank was refused before any has joined: another agent may take its place then."""
+        group = self._worker_group
+        rank, ranks.refused = ranks.refused, None
+        if any(control.said(keys.joined_key(worker.global_rank)) for worker in group.workers):
+            return
+        why = _REFUSED.format(node=group.group_rank, rank=rank, says_why=SAYS_WHY)
+        say(f"[odyssey] {why}")
+        ranks.give_up()
+        verdict.give(JobVerdict(code=EXIT_BAD_INPUT, why=why))
 
     def _connect(self) -> Control:
         group = self._worker_group

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odyssey_megatron.cluster.events import Ask, RankDied
-from odyssey_megatron.errors import EXIT_LEFT_OUT, ConfigError
+from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_LEFT_OUT, ConfigError
 from odyssey_megatron.launch.agent.respawn import Respawn
 from odyssey_megatron.launch.process.heartbeat import HeartbeatBoard
 from odyssey_megatron.launch.process.lifeline import exit_code
@@ -137,6 +137,8 @@ class Ranks:
         """``respawn`` starts ranks again; None: ranks that have ended are not started again."""
         self._control, self._board, self._fence, self._respawn = control, board, fence, respawn
         self.signals = signals
+        self.refused: int | None = None
+        """A rank whose process has ended over its input."""
         self._living: dict[int, _Process] = {}
         """The living processes, by pidfd."""
         self._endings = _Endings()
@@ -244,6 +246,8 @@ class Ranks:
             code = process.handle.wait()
             if report:
                 self._report(process, code)
+                if code == EXIT_BAD_INPUT:
+                    self.refused = process.rank
                 if self._respawn is not None:
                     self._respawn.note_end(process.rank, process.slot, code, now_s)
                     self._vacate(self._respawn.wanted)

@@ -318,6 +318,8 @@ class Member:
 
         ``done`` is the number of pieces of common work so far, by which the coordinator sees that the job gets on.
         """
+        if not self._watch.settled:
+            self._control.put(keys.joined_key(self.rank), "")
         self._watch.settled = True
         ago_s = None if self.agreed_s is None else time.monotonic() - self.agreed_s
         live = GenerationLive(rank=self.rank, generation=number, done=done, agreed_ago_s=ago_s)

@@ -110,6 +110,13 @@ def welcome_key(rank: int, incarnation: int) -> str:
     return f"welcome/{rank}/{incarnation}"
 
 
+def joined_key(rank: int) -> str:
+    """Return the key that is set once a process in the place of a dead rank has all its state. An agent that takes a
+    node over deletes it.
+    """
+    return f"joined/{rank}"
+
+
 def here_key(rank: int) -> str:
     """Return the key at which a process in the place of a dead rank says which incarnation it is.
 
