@@ -300,3 +300,21 @@ def test_an_agent_that_stood_still_does_not_say_that_ranks_of_the_next_one_have_
     node.control.put(keys.here_key(2), said)
     node.ends(2, 2)
     assert node.control.peek(keys.here_key(2)) == then
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "unsaid"),
+    [
+        (-9, "is given up, with GPU 1 of", "lease"),
+        (EXIT_FENCED, "did not renew its lease", "GPU works again"),
+    ],
+)
+def test_what_people_are_told_of_a_rank_that_stays_out(tmp_path, capfd, code, said, unsaid):
+    """Nothing is wrong with the GPU of a rank whose node has only stood still."""
+    node = Node(tmp_path, {}, tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    node.ends(1, 1, code)
+    told = capfd.readouterr().err
+    assert said in told
+    assert unsaid not in told
+    assert "--odyssey-respawn 0" in told
+    assert "--rank 1" in told.partition("odyssey readmit")[2]

@@ -35,6 +35,16 @@ from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.metrics.journal import Journal, host_name
 from odyssey_megatron.metrics.outlet import say
 
+_GIVEN_UP = (
+    "rank {rank} is given up, with GPU {slot} of {host} (--odyssey-respawn {respawn}). Once that GPU works again: "
+    "odyssey readmit {run_dir} --rank {rank}"
+)
+_FENCED = (
+    "rank {rank} has ended, as the job goes on without it: it was declared dead while this node did not renew its "
+    "lease or was not heard, or it was slow and replaced. It does not come back by itself (--odyssey-respawn "
+    "{respawn}). To start it again on GPU {slot} of {host}: odyssey readmit {run_dir} --rank {rank}"
+)
+
 
 def forget_smaller(control: Control, ranks: Sequence[int]) -> None:
     """Have the cells of ``ranks`` begin as whole cells: their node is a new one, which has lost no rank."""
@@ -130,15 +140,14 @@ class Respawn:
         elif in_s is not None and job and job.cell_size > 1:
             self._left.add(rank)
         elif job or self._config.respawn:  # otherwise there is nothing to come back to
-            self._give_up(rank, slot, job, now_s)
+            self._give_up(rank, slot, code, job, now_s)
 
-    def _give_up(self, rank: int, slot: int, job: JobSpec | None, now_s: float) -> None:
+    def _give_up(self, rank: int, slot: int, code: int, job: JobSpec | None, now_s: float) -> None:
         self._places.lose(rank)
         self._journal.event("given_up", target=rank, slot=slot, host=host_name(), echo=True)
-        say(
-            f"[odyssey] rank {rank} is given up, with GPU {slot} of {host_name()} (--odyssey-respawn "
-            f"{self._config.respawn}). Once that GPU works again: odyssey readmit {self._config.run_dir} --rank {rank}"
-        )
+        about = _FENCED if code == EXIT_FENCED else _GIVEN_UP
+        where = {"slot": slot, "host": host_name(), "run_dir": self._config.run_dir}
+        say("[odyssey] " + about.format(rank=rank, respawn=self._config.respawn, **where))
         if job is None:
             return
         if self._shrinks or self._config.respawn:
