@@ -25,7 +25,7 @@ HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 """The last two come from batch systems some time ahead of a limit (Slurm's ``--signal=USR1@120``)."""
 _LEFT_TO_AGENT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SAME_S = 0.3
-"""Signals within this time count as one: a terminal and a launcher above this one may both send theirs."""
+"""Signals within this time of one that counts do not: a terminal and a launcher above this one may both send theirs."""
 _TOGETHER_S = 1.0
 """Time within which the signal of a batch system has reached the agent, too."""
 
@@ -89,7 +89,7 @@ class Received:
         if now_s - self._last_s > _SAME_S:
             self._new.append(signal.Signals(number))
             os.eventfd_write(self.fd, 1)
-        self._last_s = now_s
+            self._last_s = now_s
 
     @property
     def pending(self) -> bool:
