@@ -181,7 +181,12 @@ def test_a_host_that_knows_itself_by_a_loopback_address_says_so(
     assert ("--master-addr" in said) == told
 
 
-def test_who_waits_for_a_host_says_so_and_where_nobody_can_host(monkeypatch, capsys):
+@pytest.mark.parametrize(("errno", "asks"), [(socket.EAI_NONAME, True), (socket.EAI_AGAIN, False)])
+def test_who_waits_for_a_host_says_so_and_where_nobody_can_host(monkeypatch, capsys, errno, asks):
+    def unknown(*settings: object, **named: object) -> object:
+        raise socket.gaierror(errno, "no address")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     meeting = Meeting(
         host="no.such.host.invalid", port=1, node=1, nodes=2, token="x", bind="", lease_s=3.0, hosts=False
     )
@@ -191,6 +196,7 @@ def test_who_waits_for_a_host_says_so_and_where_nobody_can_host(monkeypatch, cap
         Admission(meeting).next_rendezvous()
     told = capsys.readouterr().err
     assert told.count("nobody who hosts this job answers at no.such.host.invalid:1 yet (") == 1
+    assert ("Is that name spelled right (--master-addr)?" in told) == asks
     with pytest.raises(ConfigError, match="cannot listen at no.such.host.invalid:1"):
         Admission(replace(meeting, node=0, hosts=True)).next_rendezvous()
 

@@ -56,6 +56,7 @@ _WAITS = (
     "[odyssey] nobody who hosts this job answers at {host}:{port} yet ({error}); waiting for {who}, {limit_s:.0f} s "
     "at most."
 )
+_NO_SUCH_NAME = " Is that name spelled right ({option})?"
 _NOT_OURS = (
     "this host, where the job's nodes are to meet, cannot listen at {host}:{port}: {error}. Give another port "
     "(--master-port, or that of --odyssey-job-host), or with --odyssey-bind the address of the interface of this host "
@@ -107,6 +108,11 @@ class Meeting:
     """Whether Odyssey only looks on: then ranks do not wait for one another where others do."""
 
     @property
+    def option(self) -> str:
+        """The option that says where the nodes meet."""
+        return "--odyssey-job-host" if self.is_apart else "--master-addr"
+
+    @property
     def common(self) -> dict[str, str]:
         """The flags that must be the same on all machines, since agents judge or await each other by them."""
         return {
@@ -147,8 +153,7 @@ class Admission(FixedRendezvous):
             raise ConfigError(_NOT_OURS.format(**where, error=error)) from None
         only_here = ip_address(named).is_loopback and meeting.host not in (named, "localhost")
         if only_here and not meeting.bind:
-            option = "--odyssey-job-host" if meeting.is_apart else "--master-addr"
-            say(_ONLY_HERE.format(host=meeting.host, address=named, option=option))
+            say(_ONLY_HERE.format(host=meeting.host, address=named, option=meeting.option))
         try:
             door = _listen(family, own, meeting.port)
             inside = _listen(family, own, 0)
@@ -181,7 +186,8 @@ class Admission(FixedRendezvous):
                     raise ConfigError(_NOBODY_CAME.format(**where)) from None
                 if time.monotonic() > says_s:
                     says_s = math.inf
-                    say(_WAITS.format(**where, error=error))
+                    hint = _NO_SUCH_NAME if error.errno == socket.EAI_NONAME else ""
+                    say(_WAITS.format(**where, error=error) + hint.format(option=meeting.option))
                 time.sleep(0.1)
         for flag, ours in meeting.common.items():
             if (theirs := found[flag]) != ours:
