@@ -199,12 +199,12 @@ LINE = (
 
 @pytest.fixture
 def journal(tmp_path):
-    """Its text is written to the journal of a rank."""
+    """Its text is written to the journal of a rank, or of another process."""
     folder = tmp_path / "run" / "journal"
     folder.mkdir(parents=True)
 
-    def write(text: str | bytes):
-        (folder / "rank0.jsonl").write_bytes(text.encode() if isinstance(text, str) else text)
+    def write(text: str | bytes, name: str = "rank0"):
+        (folder / f"{name}.jsonl").write_bytes(text.encode() if isinstance(text, str) else text)
         return tmp_path / "run"
 
     return write
@@ -267,11 +267,11 @@ def test_what_else_may_lie_in_a_journal_s_folder(journal, capsys):
         (lambda path: path.symlink_to("/nowhere"), "it cannot be read (No such file or directory)"),
         (lambda path: path.symlink_to("/dev/zero"), "it is no file"),
     ):
-        path = folder / "rank1.jsonl"
-        make(path)
-        for command in (["report", folder.parent], ["inject", folder.parent, "--rank", 0]):
-            assert message in refused(capsys, *command)
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        for name, command in (("rank1", ["report"]), ("agent1", ["inject", "--rank", 0])):
+            path = folder / f"{name}.jsonl"
+            make(path)
+            assert message in refused(capsys, command[0], folder.parent, *command[1:])
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def test_a_journal_s_folder_that_cannot_be_read(tmp_path, capsys):
@@ -290,9 +290,11 @@ def test_a_rank_of_another_user(journal, capsys, monkeypatch, more):
 
     monkeypatch.setattr(os, "kill", refuse)
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
-    told = refused(capsys, "inject", journal(now), "--rank", 0, *more)
+    told = refused(capsys, "inject", journal(now, "agent0"), "--rank", 0, *more)
     assert "gets no signal (Operation not permitted). Do it as the user who has started the job" in told
-    assert "no record of a rank 0" in refused(capsys, "inject", journal(now.replace("pid", "x")), "--rank", 0)
+    assert "no record of a rank 0" in refused(
+        capsys, "inject", journal(now.replace("pid", "x"), "agent0"), "--rank", 0
+    )
 
 
 def test_what_a_journal_says_leaves_the_terminal_as_it_is(journal, capsys):
