@@ -43,7 +43,7 @@ from odyssey_megatron.watch.screen import frame
 from tests.metrics.synthetic_run import Clock, SyntheticRun
 from tests.studies.test_trace import WORLD
 
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 MANY = pytest.mark.matrix, pytest.mark.timeout(7200)
 
 
