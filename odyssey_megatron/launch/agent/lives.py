@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_FENCED, EXIT_LEFT_OUT, EXIT_UNSOUND
+from odyssey_megatron.errors import ENDS_OF_JOB, EXIT_FENCED, EXIT_LEFT_OUT
 from odyssey_megatron.launch.process.signals import HANDLED
 
 _AFTER_S, AT_MOST_S = 0.5, 8.0
@@ -14,7 +14,7 @@ _COUNTS_S = 86_400.0
 """A start counts for a day: a job of months outlives unrelated failures of one GPU, and a broken GPU fails at once."""
 ANEW = 3
 """The number of times a rank is started anew before the job begins; the user is to see what kills it each time."""
-_FINAL = (0, EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_UNSOUND)
+_FINAL = ENDS_OF_JOB | {0}
 """Exit codes of ranks that have finished, or that would end in the same way again."""
 
 
