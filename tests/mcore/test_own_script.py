@@ -135,6 +135,28 @@ def test_a_data_set_that_ends_too_early_is_refused_at_once(megatron):
         check_samples(range(11), train_iters=3, global_batch_size=4)
 
 
+def test_data_that_differ_between_readings_or_ranks_are_noticed(megatron):
+    from odyssey_megatron.mcore.checks import digest_of_samples
+
+    def of(dataset: Any) -> str:
+        return digest_of_samples(dataset, train_iters=3, global_batch_size=4)
+
+    def samples(changed: int = -1) -> list[dict[str, Any]]:
+        made = [{"tokens": torch.arange(at, at + 5), "name": "a"} for at in range(12)]
+        if changed >= 0:
+            made[changed]["tokens"] = made[changed]["tokens"].bfloat16()
+        return made
+
+    class Drawn(list[Any]):
+        def __getitem__(self, at: Any) -> Any:
+            return torch.rand(3) if at == 11 else super().__getitem__(at)
+
+    assert of(samples()) == of(samples(changed=5)) != of(samples(changed=0))
+    assert of(samples()) != of(samples(changed=11))
+    with pytest.raises(ConfigError, match="sample 11 is another one when it is read a second time"):
+        of(Drawn(samples()))
+
+
 @pytest.mark.parametrize("schedule", [{"max_lr": 1e-1, "min_lr": 1e-3}, {"max_lr": 1e-2, "min_lr": 0.0}])
 def test_one_learning_rate_is_not_trained_and_another_one_logged(megatron, schedule):
     from odyssey_megatron.mcore.checks import check_rates

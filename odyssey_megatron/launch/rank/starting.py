@@ -77,7 +77,7 @@ class Starting:
             how = _differences(self._control.get(keys.OTHER_JOB), self._control.get(keys.JOB))
             raise ConfigError(
                 f"the ranks were not started for the same job: on rank(s) {few}{more} and on rank 0 {how}. Use "
-                "the same arguments and the same --odyssey-profile file on all nodes."
+                "the same arguments, data and --odyssey-profile file on all nodes."
             )
 
     def _read(self, names: list[str]) -> list[str]:
