@@ -168,8 +168,9 @@ def examine(
     group: dist.ProcessGroup,
     progress: Progress,
     again: Callable[[Exchange], tuple[Progress, bool]],
-) -> dict[int, str]:
-    """Return worker -> what is wrong with its numbers; empty if nobody's are. Collective.
+) -> tuple[dict[int, str], frozenset[int]]:
+    """Return worker -> what is wrong with its numbers, empty if nobody's are, and the microbatches in which a number is
+    not finite. Collective.
 
     Args:
         group: The group of all members.
@@ -185,11 +186,12 @@ def examine(
         trial, finite = again(exchange)
         moved = in_place(layout, exchange)
         inquiry.hear(moved, suspects(moved, _marks(moved, cell, group, trial)), finite=finite)
-    return {
+    wrong = {
         worker: f"its {'weight' if worker in before.by_gradient else 'activations or'} gradients of microbatch(es) "
         f"{sorted(before.questions[worker])} were not finite, and those that others computed of the same were"
         for worker in inquiry.guilty
     }
+    return wrong, before.tainted
 
 
 def _marks(layout: Layout, cell: Cell, group: dist.ProcessGroup, progress: Progress) -> Marks:

@@ -132,8 +132,9 @@ class Training:
             totals = self._agreed(trial, self.measured.trace(self.position.committed))
             return trial, bool(torch.isfinite(totals).all())
 
-        wrong = examine(layout, self.cell, self.groups.world, progress, again)
+        wrong, tainted = examine(layout, self.cell, self.groups.world, progress, again)
         self._leave_out(wrong, self.position.committed)
+        self.model.end.suspect(tainted)
         return totals
 
     def spread_weights(self) -> None:

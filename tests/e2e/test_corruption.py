@@ -220,5 +220,7 @@ def test_what_is_not_finite_anywhere_stops_the_job(jobs, name, ranks, stages, fa
     outcome = jobs.run(name, ranks=ranks, stages=stages, flags=f"--not-finite {fault}", script=NOT_FINITE)
     assert outcome.exit_code == EXIT_UNSOUND, outcome.log[-3000:]
     assert outcome.log.count("No weight was changed.") == 1
+    named = "numbers of microbatch(es) [3] of the step are not finite" in outcome.log
+    assert named is (fault == "all:2:forward"), "the others are all microbatches, or none"
     assert [step.step for step in outcome.run.steps] == [0, 1]
     assert not outcome.named("left_out")

@@ -248,6 +248,9 @@ class Accelerator(Held):
         totals[self._rank], totals[self._world_size + self._rank] = self._done_s, self._late_s
         return totals
 
+    def suspect(self, microbatches: Any) -> None:
+        pass
+
     def apply(self, totals: torch.Tensor, checkpoint: Any) -> Outcome:
         done_s, late_s = (float(part.max()) for part in totals.split(self._world_size))
         optimizer_s = self._times.optimizer_s_per_byte * self.optimizer_bytes() * self._more_or_less()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.mcore.loop.balance import Balance, heads
@@ -69,13 +69,22 @@ class Microbatches:
         first = self._cell.held_lanes[0]
         self._lane = first if lane is None else lane
         at = first if self.is_idle else self._lane
-        number = self.balance.in_place(microbatch) * self._cell.full_lanes + at
+        number = self._number(microbatch, at)
         self._seeds.microbatch, self._seeds.is_idle = number, self.is_idle
         if self._cell.lane_each > 1:  # a router may draw by the rank (--moe-router-force-load-balancing)
             self._seeds.in_place_of(expert_part(self._cell, at))
         assert self.source is not None
         self.source.go_to(number)
         return number
+
+    def _number(self, microbatch: int, lane: int) -> int:
+        return self.balance.in_place(microbatch) * self._cell.full_lanes + lane
+
+    def numbers(self, microbatches: Iterable[int]) -> list[int]:
+        """The numbers in the step of a plan's ``microbatches`` in all lanes."""
+        return sorted(
+            self._number(one, lane) for one in microbatches for lane in range(self._cell.full_lanes)
+        )
 
     def in_all_lanes(self, microbatch: int) -> Iterator[int]:
         """Switch to the plan's ``microbatch`` in each lane of this rank in turn, and yield its number in the step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -19,7 +19,7 @@ from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LearningRate
 from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.pinned import to_device
-from odyssey_megatron.names import step_name
+from odyssey_megatron.names import first_few, step_name
 from odyssey_megatron.plan.placing.slices import Span, firsts
 from odyssey_megatron.plan.schedule import Instr
 
@@ -52,6 +52,7 @@ class StepEnd:
         self._is_first_of_tensor = holdings.groups.tp.rank() == 0
         self._speaks = self._is_first_of_tensor and holdings.groups.cp.rank() == 0
         """Whether this rank speaks for those that compute a microbatch with it."""
+        self._suspected = ""
 
     def begin(self) -> None:
         """Begin a step, whose microbatches have begun."""
@@ -144,6 +145,14 @@ class StepEnd:
         names, count = self._tally.loss_names, self._microbatches.count
         return outcome.loss_table(losses, names, count, self._holdings.cell)
 
+    def suspect(self, microbatches: Iterable[int]) -> None:
+        """Name in :meth:`apply`'s error those of a plan's ``microbatches``, if not all, where not all is finite."""
+        few, more = first_few(found := self._microbatches.numbers(microbatches))
+        is_some = 0 < len(found) < self._microbatches.count
+        self._suspected = (
+            f", as numbers of microbatch(es) {few}{more} of the step are not finite" if is_some else ""
+        )
+
     def apply(self, totals: torch.Tensor, checkpoint: Callable[[], None]) -> StepOutcome:
         """Make the optimizer step from reduced gradients and everyone's ``totals``, 1-D; sends nothing.
 
@@ -169,8 +178,8 @@ class StepEnd:
         skipped = not gradient.is_finite
         if skipped and not self._loss_scale.skips:
             raise NotFinite(
-                f"{step_name(step)}: the gradient norm is {gradient.norm}. No weight was changed. Lower --lr, or "
-                "look at the samples of this step in the journal."
+                f"{step_name(step)}: the gradient norm is {gradient.norm}{self._suspected}. No weight was changed. "
+                "Lower --lr, or look at the samples of this step in the journal."
             )
         holdings.let_go()
         assert self.learning_rate is not None
