@@ -85,6 +85,26 @@ def test_who_comes_goes_to_the_next_offer_if_the_others_do_not_enter_this_one(co
     entering.await_others(3)
 
 
+def test_who_leaves_with_an_offer_leaves_though_the_others_have_the_next_one(connect):
+    """It comes to its boundary last. The others are live in the offered generation by then, and it does not count."""
+    heard = threading.Semaphore(0)
+    watch = Watch(
+        connect(), lambda text: heard.release(), Attention(60.0, 30.0, 0.0), settled=True,
+        fallen_everywhere=lambda number, text: True, alone_s=0.0,
+    )  # fmt: skip
+    coordinator = connect()
+    watch.start(1)
+    for number in (2, 3):
+        coordinator.put(keys.generation_key(number), f"{keys.OFFER}{number}")
+        assert heard.acquire(timeout=10.0)
+    watch.take_offer(2)
+    assert watch.newest() == (2, "2")
+    watch.take_offer(3)
+    assert watch.newest() == (3, "3")
+    watch.take_offer(2)
+    assert watch.newest() == (3, "3"), "it is over"
+
+
 def test_who_stood_still_while_generations_were_forgotten_hears_of_the_one_that_others_are_in(
     connect, monkeypatch
 ):

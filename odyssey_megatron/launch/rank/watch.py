@@ -50,7 +50,10 @@ class Watch:
         self._fallen_everywhere, self._alone_s = fallen_everywhere, alone_s
         self._changed = threading.Condition()
         self._newest, self._newest_text = 0, ""
-        self._offer, self._offer_text = 0, ""
+        self._offers: dict[int, str] = {}
+        """The texts of offers that this rank may still enter. There are several if it is to leave with one and is the
+        last to come to it: the others are in it by then, and may have been offered another.
+        """
         self._on_newer: dict[int, _Ending] = {}
         self._has_words = False
 
@@ -85,9 +88,17 @@ class Watch:
     def take_offer(self, number: int) -> None:
         """Enter offered generation ``number``, unless a newer one has ended it."""
         with self._changed:
-            if self._offer == number and self._newest < number:
-                self._newest, self._newest_text = number, self._offer_text
+            if number in self._offers and self._newest < number:
+                self._newest, self._newest_text = number, self._offers[number]
+                self._drop_old_offers()
                 self.history.note(number)
+
+    def _drop_old_offers(self) -> None:
+        self._offers = {number: text for number, text in self._offers.items() if number > self._newest}
+
+    @property
+    def _last_offer(self) -> int:
+        return max(self._offers, default=0)
 
     def await_newer(self, after: int, timeout_s: float | None) -> bool:
         """Wait for a generation after ``after``; return whether one came in time. Raises :attr:`lost` if it is set."""
@@ -105,7 +116,9 @@ class Watch:
         """
         with self._changed:
             self._attention.heed()
-            over = self._changed.wait_for(lambda: self.newer_than(number) or self._offer > number, timeout_s)
+            over = self._changed.wait_for(
+                lambda: self.newer_than(number) or self._last_offer > number, timeout_s
+            )
         if self.lost is not None:
             raise self.lost
         return over
@@ -117,11 +130,13 @@ class Watch:
         """
         with self._changed:
             self._attention.heed()
-            self._changed.wait_for(lambda: max(self._newest, self._offer) > after or self.lost is not None)
+            self._changed.wait_for(
+                lambda: max(self._newest, self._last_offer) > after or self.lost is not None
+            )
             if self.lost is not None:
                 raise self.lost
-            if self._offer > self._newest:
-                return self._offer, self._offer_text, True
+            if self._last_offer > self._newest:
+                return self._last_offer, self._offers[self._last_offer], True
             return self._newest, self._newest_text, False
 
     def end(self, why: ControlPlaneLost | Fenced) -> None:
@@ -173,6 +188,7 @@ class Watch:
             heard_s = time.monotonic()
             self._end_before(number, text)
             self._newest_text, self._newest, self.heard_s = text, number, heard_s
+            self._drop_old_offers()
             if again:
                 self._attention.call(heard_s)
             self.history.note(number)
@@ -185,7 +201,8 @@ class Watch:
                 self._end_before(
                     number, text=None
                 )  # the offer that it is getting ready for has come to nothing
-            self._offer, self._offer_text = number, text
+                self._offers.clear()
+            self._offers[number] = text
             self._changed.notify_all()
         # The main thread of a rank that holds nothing yet waits for offers itself, and builds the groups.
         if settled:
