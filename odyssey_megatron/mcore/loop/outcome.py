@@ -56,10 +56,19 @@ def known_to_all(original: object, stat: float | None, group: object = None) -> 
 #    step's agreement
 
 _BEFORE_LOSSES = 6
+_AT_ONCE = 2**24
+"""The most numbers of which a norm is taken at once; their copy has 128 MiB."""
 
 
 def num_totals(loss_names: Sequence[str]) -> int:
     return _BEFORE_LOSSES + 2 * len(loss_names)
+
+
+def _pieces(numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return ``numbers``, of any shape, in 1-D pieces. A norm in float64 copies what it is taken of, and a stage's
+    gradients are gigabytes, for whose copy no plan leaves room.
+    """
+    return torch.split(numbers.reshape(-1), _AT_ONCE)
 
 
 def local_totals(
@@ -86,9 +95,10 @@ def local_totals(
     """
     totals = torch.zeros(num_totals(loss_names), dtype=torch.float64, device=torch.cuda.current_device())
     for gradient, times in gradients:
-        totals[0] += times * torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        if with_zeros:
-            totals[1] += times * (gradient.numel() - torch.count_nonzero(gradient))
+        for piece in _pieces(gradient):
+            totals[0] += times * torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+            if with_zeros:
+                totals[1] += times * (piece.numel() - torch.count_nonzero(piece))
     if cell.tensor_rank:
         return totals
     for one in tokens:
@@ -192,7 +202,8 @@ def squared_weights(
         for one in layer.optimizer.kept() if layer.optimizer is not None else ():
             if one.of.span in spans and (times := _times(one.of.parameter, cell, cut=cut)):
                 weight = one.shown if layer.config.fp16 else one.main
-                total += times * torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).square()
+                for piece in _pieces(weight.detach()):
+                    total += times * torch.linalg.vector_norm(piece, dtype=torch.float64).square()
     return total
 
 
