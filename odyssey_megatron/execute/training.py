@@ -99,12 +99,13 @@ class Training:
     def _agreed(self, progress: Progress, trace: Trace) -> torch.Tensor:
         """Return the totals of all ranks, once all gradients of the step are reduced everywhere. 1-D, on the host."""
         self.chronicle.samples(self.position.committed, self.model.end.samples_of_losses())
-        self.filling.finish()
-        self.lookout.check("agreement")
-        own = self.model.end.local_totals()
-        # The host waits for its device here, once a step: whoever enters the agreement has computed all of
-        # the step.
-        totals = self.ballot.cast(own, progress.missing(own.device))
+        with asking_for_less(self.position.committed):
+            self.filling.finish()
+            self.lookout.check("agreement")
+            own = self.model.end.local_totals()
+            # The host waits for its device here, once a step: whoever enters the agreement has computed all of
+            # the step.
+            totals = self.ballot.cast(own, progress.missing(own.device))
         self.groups.entered.settle()
         self.position.complete = CommonWork.STEP
         with trace.agreeing():

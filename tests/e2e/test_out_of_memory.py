@@ -21,6 +21,7 @@ pytestmark = pytest.mark.matrix
 CASES = {
     "healthy": "rank=0,step=2,at=forward,microbatch=4,signal=FULL",
     "backward": "rank=6,step=2,at=backward,microbatch=2,signal=FULL",
+    "agreement": "rank=6,step=2,at=agreement,signal=FULL",
     "behind-a-loss": "rank=5,step=1,at=backward;rank=4,step=3,at=weight_grad,signal=FULL",
     "while-layers-move": "rank=6,step=2,at=forward;rank=1,step=-1,at=transfer,generation=2,signal=FULL",
     "again": "rank=0,step=2,at=forward,signal=FULL;rank=0,step=2,at=backward,generation=2,signal=FULL",
@@ -104,7 +105,9 @@ def test_drawn(jobs, undisturbed, name, seed):
     faults = []
     for _ in range(draw.randint(1, 4)):
         runs_out = draw.random() < 0.65
-        points = ("forward", "backward", "weight_grad") + ("reduce", "optimizer", "groups") * (not runs_out)
+        points = ("forward", "backward", "weight_grad", "agreement") + ("reduce", "optimizer", "groups") * (
+            not runs_out
+        )
         at = draw.choice((*points, "transfer"))
         step = -1 if at in ("groups", "transfer") else draw.randint(0, 5)
         where = f",generation={draw.randint(1, 4)}" if step < 0 else ""
