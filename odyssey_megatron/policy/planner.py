@@ -59,8 +59,9 @@ class PolicyPlanner:
     It is the coordinator's ``Planner``; ``launch/coordinator/planner.py`` says what its methods do.
     """
 
-    def __init__(self, config: OdysseyConfig):
-        self._config = config
+    def __init__(self, config: OdysseyConfig, *, must_fit: bool = False):
+        """``must_fit``: a job that does not fit is an error; otherwise it starts without regard to memory."""
+        self._config, self._must_fit = config, must_fit
         self._home: Plan | None = None
         self._standings: list[RedundantPlan] = []
         """The modes of redundancy to choose from, or to compare with, under ``--odyssey-redundancy compute`` and
@@ -115,7 +116,7 @@ class PolicyPlanner:
         try:
             return self._weighed(job, state)
         except PlanInfeasible as error:
-            if self.known.given.costs.memory_bytes is None:
+            if self._must_fit or self.known.given.costs.memory_bytes is None:
                 raise
             # The estimate may be wrong, and the user has chosen this layout: it decides over plans, not over jobs.
             _log.warning(

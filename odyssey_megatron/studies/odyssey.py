@@ -18,7 +18,6 @@ from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.decided import Decided
-from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.messages import decided_with_or_without, planned_with_or_without
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.replacing import away_s
@@ -160,11 +159,8 @@ def _first_plan(job: JobSpec, profile: Profile, workers: int, config: OdysseyCon
     Raises:
         PlanInfeasible: it does not fit.
     """
-    planner, state = PolicyPlanner(config), _whole_cluster(job, workers)
-    plan = planner.start(job, state, to_json(profile)).plan
-    if planner.known.given.costs.memory_bytes != profile.costs.memory_bytes:
-        # A job that does not fit starts without regard to memory.
-        initial_plan(replace(job, least_holders=0, eager_forwards=False), state, profile)
+    planner = PolicyPlanner(config, must_fit=True)
+    plan = planner.start(job, _whole_cluster(job, workers), to_json(profile)).plan
     return Planned(planner.job, plan, planner.known.given)
 
 

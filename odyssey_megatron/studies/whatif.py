@@ -150,11 +150,8 @@ def answered(
     """
     profile, config = scenario.profile, scenario.config
     say("the healthy job's plans")
-    planner = PolicyPlanner(config)
+    planner = PolicyPlanner(config, must_fit=True)
     start = planner.start(scenario.job, scenario.state, to_json(profile))
-    if planner.known.given.costs.memory_bytes != profile.costs.memory_bytes:
-        # A job that does not fit starts without regard to memory; whoever asks wants to know that it does not fit.
-        started(scenario, replace(scenario.job, least_holders=0, eager_forwards=False))
     profile = replace(profile, costs=replace(profile.costs, keeps_messages=start.plan.keeps_messages))
     job, decision, both, smaller, decide_s, ends, exit_code = planner.job, None, None, None, 0.0, "", 0
     if state != scenario.state:
