@@ -134,6 +134,49 @@ def test_a_complete_attempt_takes_the_place_of_the_checkpoint_before(tmp_path):
     assert not (folder / "old").exists()
 
 
+def saves_again(tmp_path, monkeypatch, then):
+    """The latest checkpoint is saved once more; ``then()`` comes in place of the second rename."""
+    folder, rename = written(tmp_path / "iter_0000004"), Path.rename
+    track(tmp_path, "4")
+    again = written(tmp_path / ".odyssey-iter_0000004-1")
+
+    def renamed(path, target):
+        if path == again and not folder.exists():
+            then()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises((OSError, SystemExit)):
+        saving._put_in_place(again, folder)
+    return folder
+
+
+def test_a_checkpoint_has_its_name_again_if_another_one_cannot_take_its_place(tmp_path, monkeypatch):
+    def fails():
+        raise OSError(116, "Stale file handle")
+
+    folder = saves_again(tmp_path, monkeypatch, fails)
+    saving._sweep(folder)
+    assert names(tmp_path) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
+    assert saving.damage(folder) == []
+
+
+@pytest.mark.parametrize("by", ["the next save", "the next job"])
+def test_the_latest_checkpoint_is_there_after_a_death_between_two_renames(tmp_path, monkeypatch, by):
+    """A rank dies there, so that nothing of the save runs any more."""
+    folder = saves_again(tmp_path, monkeypatch, sys.exit)
+    assert not folder.exists()
+    folder.mkdir()  # by Megatron, when the iteration is saved next
+    if by == "the next save":
+        saving._sweep(folder)
+    else:
+        settings = args_of(save=str(tmp_path))
+        saving.check(settings, joins=True)
+        assert not list(folder.iterdir()), "a rank that joins cannot know whether others save"
+        saving.check(settings, joins=False)
+    assert saving.damage(folder) == []
+
+
 def test_a_rank_that_was_cut_off_meanwhile_leaves_what_the_others_have_saved(tmp_path, monkeypatch):
     """While it waits for its disk the others count it as lost, sweep up what it has written, and save again."""
     folder, waits = tmp_path / "iter_0000004", saving._sync
@@ -190,6 +233,7 @@ def test_a_folder_may_be_seen_a_little_later(tmp_path, monkeypatch):
 def args_of(**given):
     nothing = [
         "save",
+        "load",
         "non_persistent_global_ckpt_dir",
         "non_persistent_save_interval",
         "non_persistent_ckpt_type",

@@ -30,6 +30,8 @@ from odyssey_megatron.upstream import seam_table, seams
 
 _UNFINISHED = ".odyssey-"
 """Prefix of the names of what is not a checkpoint, not yet, or not any more."""
+_BEFORE = "-before"
+"""Suffix of the name that a checkpoint has while another one of its iteration takes its place."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 _SEEN_WITHIN_S = 5.0
 """Limit for a folder that one rank has made to be seen by the others."""
@@ -70,11 +72,16 @@ class _Shutil:
 
 
 def check(args: Any, *, joins: bool) -> None:
-    """Check that checkpoints can be written, and renamed, where ``args`` want them. Raises ConfigError.
+    """Check that checkpoints can be written, and renamed, where ``args`` want them; first :func:`put_back`. Raises
+    ConfigError.
 
-    Whether a folder is writable is not checked on a rank that ``joins`` a running job: there a failed save is reported,
-    and ends nothing.
+    Nothing is put back on a rank that ``joins`` a running job, nor is it checked whether a folder is writable: there a
+    failed save is reported, and ends nothing.
     """
+    read = () if joins else (args.save, args.load, args.non_persistent_global_ckpt_dir)
+    for folder in filter(None, read):
+        with contextlib.suppress(OSError, ValueError):
+            put_back(Path(folder))
     if args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
         raise ConfigError(
             f"--non-persistent-save-interval {args.non_persistent_save_interval} says when to save, and nothing what: "
@@ -217,6 +224,7 @@ def begin(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
+    put_back(folder.parent)
     for leftover in folder.parent.glob(f"{_UNFINISHED}*"):
         _remove(leftover)
     for other in folder.parent.glob("iter_*"):
@@ -224,6 +232,20 @@ def _sweep(folder: Path) -> None:
             other.rmdir()  # made but not filled
     if folder.name != _tracked(folder.parent):  # perhaps complete, but no tracker file names it
         _remove(folder)
+
+
+def put_back(parent: Path) -> None:
+    """Give the latest checkpoint in ``parent`` its name back, if it lost it to a save of the same iteration that did
+    not come to its end. Raises OSError.
+    """
+    if not (tracked := _tracked(parent)):
+        return
+    folder = parent / tracked
+    if folder.is_dir() and any(folder.iterdir()):
+        return
+    for before in parent.glob(f"{_UNFINISHED}{tracked}-*{_BEFORE}"):
+        before.rename(folder)
+        return
 
 
 def save(
@@ -301,14 +323,18 @@ def _put_in_place(written: Path, folder: Path) -> None:
             + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         )
     _sync(written)
-    before = folder.with_name(written.name + "-before")
+    before = folder.with_name(written.name + _BEFORE)
     try:
         written.rename(folder)  # the folder that Megatron has made there is empty
     except FileNotFoundError:
         raise  # others have swept it and saved again, as this rank was cut off meanwhile: what is there is theirs
     except OSError:
         folder.rename(before)
-        written.rename(folder)
+        try:
+            written.rename(folder)
+        except OSError:
+            before.rename(folder)
+            raise
     _sync(folder.parent)
     _remove(before)
 
