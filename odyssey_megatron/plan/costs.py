@@ -18,6 +18,7 @@ from odyssey_megatron.inputs import COUNT, Between
 
 COST_S = Annotated[float, Between(0, 1e6)]
 SIZE_BYTES = Annotated[int, Between(0, 2**60, whole=True)]
+_MORE_OR_LESS_BYTES = Annotated[int, Between(-(2**60), 2**60, whole=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class LayerCost:
     input_grad_s: COST_S
     weight_grad_s: COST_S
     activation_bytes: SIZE_BYTES
-    """Bytes that are kept from the forward until the weight gradient has run."""
+    """Bytes that are kept from the forward until the input gradient has run."""
     weight_bytes: SIZE_BYTES
     gradient_bytes: SIZE_BYTES
     """Bytes of gradients, which the layer's holders sum. Each holder keeps these and the weights."""
@@ -37,8 +38,11 @@ class LayerCost:
     stretches of it, if there are ``Costs.stretches``."""
     state_bytes: SIZE_BYTES
     """Bytes of weights and optimizer state: what a new keeper of all of it must be sent."""
-    early_bytes: SIZE_BYTES = 0
-    """The part of ``activation_bytes`` that only the input gradient needs, and that is free after it."""
+    early_bytes: _MORE_OR_LESS_BYTES = 0
+    """The part of ``activation_bytes`` that only the input gradient needs, and that is free after it; the rest stays
+    until the weight gradient has run. Negative: so many bytes more stay until then, which the input gradient has
+    computed again (recomputation).
+    """
     expert_bytes: SIZE_BYTES = 0
     """The part of ``weight_bytes`` that are experts spread over ranks."""
 
@@ -135,6 +139,14 @@ class Spans:
         """The part of :attr:`kept_bytes` that is optimizer state."""
         self.stepped_bytes = _Sum(0, (one.optimizer_bytes for one in whole))
         """Bytes of optimizer state, where the tied weight is a layer of its own."""
+
+    def least_bytes(self, first: int, last: int) -> int:
+        """Return the bytes of activations that one microbatch needs to pass the layers and come back."""
+        return self.activation_bytes(first, last) + self.grown_bytes(first, last)
+
+    def grown_bytes(self, first: int, last: int) -> int:
+        """Return by how many bytes an input gradient adds to what is kept (``LayerCost.early_bytes``)."""
+        return max(0, -self.early_bytes(first, last))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from math import inf
 
 import pytest
 
+from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.scheduling import list_schedule
 from odyssey_megatron.plan.scheduling.list_schedule import best_order
 from odyssey_megatron.plan.scheduling.tasks import (
@@ -82,6 +83,31 @@ def test_who_has_waited_in_vain_is_timed_as_in_a_job():
     solved, tasks = best_order(shape, costs), numbered_tasks(shape, costs)
     queues = [[(code & 7) * len(tasks.visits) + (code >> 3) for code in queue] for queue in solved.queues]
     assert finished(tasks, queues) == [round(done_s * TICKS_PER_S) for done_s in solved.done_s]
+
+
+@pytest.mark.parametrize("args", [(4, 16, 0), (4, 16, -2), (8, 32, -6), (4, 12, 0, 2)])
+@pytest.mark.parametrize("grows", [1, 6, 16])
+def test_what_an_input_gradient_computes_again_fits_into_memory(args, grows):
+    """With full recomputation a layer keeps its input, and from its input gradient on what the weight gradient needs.
+    There is room for what one input gradient adds, and then for three.
+    """
+    took_s, costs = [], uniform_costs(LAYERS)
+    again = costs.with_layers(replace(one, early_bytes=-grows * one.activation_bytes) for one in costs.layers)
+    for times in (1, 3):
+        shape = shape_of(*args)
+        span = shape.routes[0][1][0]
+        more = times * grows * (span[2] - span[1])
+        shape = replace(shape, caps=tuple(cap + more for cap in shape.caps))
+        solved, tasks = best_order(shape, again), numbered_tasks(shape, again)
+        count = len(tasks.visits)
+        for queue, cap in zip(solved.queues, shape.caps, strict=True):
+            sizes = [tasks.size[(code & 7) * count + (code >> 3)] for code in queue]
+            assert max(accumulate(sizes)) <= cap
+            assert sum(sizes) == 0
+        took_s.append(max(solved.done_s))
+    assert took_s[1] <= took_s[0]
+    with pytest.raises(PlanInfeasible, match="more bytes of activations"):
+        best_order(replace(shape, caps=tuple(span[2] - span[1] + more // 3 - 1 for _ in shape.caps)), again)
 
 
 @pytest.mark.parametrize("args", SHAPES)

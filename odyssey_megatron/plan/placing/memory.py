@@ -70,8 +70,9 @@ def one_f_one_b_bytes(layout: Layout, costs: Costs, extra: int = 0) -> dict[int,
     caps, each = dict.fromkeys(layout.workers, 0), costs.spans.activation_bytes
     for route in layout.routes:
         for behind, hop in enumerate(reversed(route.hops)):
-            in_flight = min(passing[hop.worker], behind + 1 + extra)
-            caps[hop.worker] = max(caps[hop.worker], in_flight * each(hop.first, hop.last))
+            in_flight, grown = min(passing[hop.worker], behind + 1 + extra), costs.spans.grown_bytes
+            size = in_flight * each(hop.first, hop.last) + grown(hop.first, hop.last)
+            caps[hop.worker] = max(caps[hop.worker], size)
     return caps
 
 
@@ -89,8 +90,10 @@ def minimum_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
     """Return, for each worker, the least bytes of activations with which every order of the routes can finish.
 
     It is one microbatch at each distinct depth at which the worker is visited: while it holds a shallow visit it
-    must still be able to admit the deeper ones that the shallow one waits for.
+    must still be able to admit the deeper ones that the shallow one waits for. The input gradient of one of them may
+    add to that.
     """
+    grown = dict.fromkeys(layout.workers, 0)
     needs: dict[int, dict[int, int]] = {worker: {} for worker in layout.workers}
     each = costs.spans.activation_bytes
     for worker, first, last in {
@@ -98,7 +101,8 @@ def minimum_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
     }:
         at = needs[worker]
         at[first] = max(at.get(first, 0), each(first, last))
-    return {worker: sum(at.values()) for worker, at in needs.items()}
+        grown[worker] = max(grown[worker], costs.spans.grown_bytes(first, last))
+    return {worker: sum(at.values()) + grown[worker] for worker, at in needs.items()}
 
 
 def activation_caps(

@@ -4,7 +4,8 @@ The backward is split in input gradient (on the critical path) and weight gradie
 keeps as many microbatches between forward and input gradient as 1F1B would (one more than there are stages
 behind it). If it has fewer a forward is due; if that does not fit, a weight gradient makes room for it.
 Otherwise input gradients go first, then forwards that fit, then weight gradients. With 1F1B's memory
-that *is* 1F1B; if all workers have the memory of 1F1B's first stage it is a zero-bubble schedule.
+that *is* 1F1B; if all workers have the memory of 1F1B's first stage it is a zero-bubble schedule. An input gradient
+that adds to what is kept, and does not fit, waits for weight gradients in turn.
 
 Orders are found with times in round numbers (``rounded``), too, and then timed with the real ones. A rule that takes
 whatever is ready depends on what ends a microsecond earlier: with measured times alone its orders were 4 % longer in
@@ -264,7 +265,7 @@ def _list_schedule(
     worker must start at the latest, to be busy from then on; each task that it runs moves this on, in place.
     """
     count, worker, ticks, size, then = len(tasks.visits), tasks.worker, tasks.ticks, tasks.size, tasks.then
-    room = tasks.room
+    room, caps = tasks.room, tasks.caps
     forwards, input_grads, weight_grads = ([list[int]() for _ in latest] for _ in range(3))
     live, in_flight, done = [0] * len(latest), [0] * len(latest), [0] * len(latest)
     free, queues, coming = [True] * len(latest), *([list[int]() for _ in latest] for _ in range(2))
@@ -286,31 +287,31 @@ def _list_schedule(
             touched.add(seat)
         for seat in filter(free.__getitem__, touched):
             forward, input_grad, weight_grad = forwards[seat], input_grads[seat], weight_grads[seat]
-            first = forward[0] if forward else -1
-            visit = (
-                first if first < 0 or live[seat] <= room[first] else _admissible(forward, live[seat], room)
-            )
+            first, kept = forward[0] if forward else -1, live[seat]
+            visit = first if first < 0 or kept <= room[first] else _admissible(forward, kept, room)
             due = first >= 0 and in_flight[seat] <= target[first if visit < 0 else visit]
+            full = caps and input_grad and kept + size[input_grad[0]] > caps[seat]
             if visit >= 0 and (due or not input_grad):
                 task = visit
                 _take(forward, visit)
                 in_flight[seat] += 1
-            elif input_grad and not (due and weight_grad):
+            elif input_grad and not ((due or full) and weight_grad):
                 task = heappop(input_grad)
                 heappush(weight_grad, task + count)
                 in_flight[seat] -= 1
-            elif weight_grad and (due or not _soon(coming[seat], now, patience * ticks[weight_grad[0]])):
+            elif weight_grad and (
+                due or full or not _soon(coming[seat], now, patience * ticks[weight_grad[0]])
+            ):
                 task = heappop(weight_grad)
             else:
                 continue
             if now > latest[seat]:
                 return None
             latest[seat] += ticks[task]
-            live[seat] += size[task]
+            live[seat] = kept + size[task]
             queues[seat].append(task)
-            end = now + ticks[task]
+            heappush(events, (end := now + ticks[task]) << bits | 2 * count + seat)
             free[seat], done[seat] = False, end
-            heappush(events, end << bits | 2 * count + seat)
             if then[task]:
                 heappush(events, ready := (end << bits) + then[task])
                 heappush(coming[worker[ready & mask]], ready >> bits)

@@ -55,6 +55,7 @@ class Row(NamedTuple):
     need: int
     """Bytes that stay from the forward on; ``early`` of them only until the input gradient."""
     early: int
+    """Negative: bytes that the input gradient adds."""
     room: int
     """Bytes that may be live when the forward starts."""
     behind: int
@@ -94,6 +95,8 @@ class Tasks:
     """For each task, what its end makes ready: delay << bits | task; 0 for nothing."""
     sums: list[int]
     """For each worker, the time of its sums; empty if they do not count (``Shape.sums_s``)."""
+    caps: tuple[int, ...]
+    """For each worker, the bytes of activations that it may keep, if some input gradients add to them; else empty."""
     bits: int
     """Number of bits for what an event names: a task, or a worker, which are numbered after the tasks."""
 
@@ -125,19 +128,22 @@ def rows_of(shape: Shape, costs: Costs) -> list[list[Row]]:
     """Return the row of each hop of each route. Raises PlanInfeasible if a hop does not fit the memory."""
     spans: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
     depths: list[dict[int, int]] = [{} for _ in shape.caps]
+    grown = [0] * len(shape.caps)
     for _, hops in shape.routes:
         if any(a[0] == b[0] for a, b in pairwise(hops)):
             raise LayoutInvalid(f"hops {hops}: two in a row on one worker must be one hop")
         for worker, first, last in hops:
             span = spans[worker, first, last] = _span(costs, first, last, shape.speeds[worker])
             depths[worker][first] = max(depths[worker].get(first, 0), span[3])
+            grown[worker] = max(grown[worker], -span[4])
     rows, lag_s, late_s = [], costs.message_s(), {(a, b): longer_s for a, b, longer_s in shape.lags_s}
     for _, hops in shape.routes:
         row, share = list[Row](), 1.0
         for at, (worker, first, last) in enumerate(hops):
             span = spans[worker, first, last]
             kept = sum(need for depth, need in depths[worker].items() if depth > first)
-            room = shape.caps[worker] - span[3] - kept
+            # What an input gradient adds must fit beside all that forwards have left.
+            room = shape.caps[worker] - span[3] - kept - grown[worker]
             if room < 0:
                 raise PlanInfeasible(f"layers [{first}:{last}) need {-room} more bytes of activations")
             behind, need = len(hops) - 1 - at, span[3]
@@ -183,6 +189,7 @@ def tasks_of(shape: Shape, rows: list[list[Row]], urgency: list[tuple[int, int]]
             *(0 for _ in values),
         ],
         sums=[round(sums_s * TICKS_PER_S) for sums_s in shape.sums_s],
+        caps=shape.caps if any(row.early < 0 for row in values) else (),
         bits=bits,
     )
 

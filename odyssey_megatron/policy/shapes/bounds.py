@@ -49,6 +49,7 @@ class Rows(NamedTuple):
             if costs.keeps_messages and splits.budget is not None:
                 sent = sum((a > 0) + (b < splits.last) for a, b in one.spans) * costs.message_bytes
                 needs = sum(spans.activation_bytes(a, b) for a, b in one.spans)
+                needs += max(spans.grown_bytes(a, b) for a, b in one.spans)
                 room = int(splits.budget * one.share.ranks) - splits.kept_bytes(one) - needs
                 rows = rows._replace(fits=min(rows.fits, room // sent if sent else rows.fits))
         return rows

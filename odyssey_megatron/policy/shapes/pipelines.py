@@ -257,9 +257,10 @@ class Pipelines:
         for one in splits.stages(kind):
             sent = sum((a > 0) + (b < splits.last) for a, b in one.spans) if costs.keeps_messages else 0
             each = [costs.spans.activation_bytes(a, b) for a, b in one.spans]
+            grown = max(costs.spans.grown_bytes(a, b) for a, b in one.spans)
             state.append(splits.kept_bytes(one) + sent * microbatches * costs.message_bytes)
-            needs.append(sum(each))
-            usual.append(state[-1] + min(microbatches, len(hops) - one.hop) * each[0])
+            needs.append(sum(each) + grown)
+            usual.append(state[-1] + min(microbatches, len(hops) - one.hop) * each[0] + grown)
         # If memory is not known, take what 1F1B needs on its fullest worker.
         alike = [one.share == WHOLE_CELL for one in splits.stages(kind)]
         budget = max(compress(usual, alike), default=0) if splits.budget is None else splits.budget

@@ -299,6 +299,6 @@ class Search:
         costs = self.splits.costs
         stages, spans = min(stages, self.splits.most_stages), costs.spans
         ends = Splits(costs).split(stages) or ()
-        need = max(spans.kept_bytes(a, b) + spans.activation_bytes(a, b) for a, b in pairwise((0, *ends)))
+        need = max(spans.kept_bytes(a, b) + spans.least_bytes(a, b) for a, b in pairwise((0, *ends)))
         needs, has = size_text(need), size_text(self.splits.budget or 0)
         return f"a pipeline of {stages} stage(s) needs {needs} a worker, and {has} may be used"

@@ -225,6 +225,8 @@ def stage_times_s(
             kept = np.ceil(slow.share.scaled(kept, optimizer)).astype(np.int64)
         room = int(budget_bytes * slow.share.ranks) - kept
         each = cut.activation_bytes.table()
+        if any(one.early_bytes < 0 for one in costs.layers):
+            room -= np.maximum(0, -cut.early_bytes.table())
         has_room, keeps = room >= each, each > 0
         if way.legs > 1:
             stays = np.array(_byte_seconds(costs, way))
