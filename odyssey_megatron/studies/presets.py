@@ -21,8 +21,8 @@ from odyssey_megatron.policy.costs.estimate import (
 from odyssey_megatron.policy.costs.profile import Profile
 
 EFFICIENCY = 0.45
-"""Share of the peak that is reached inside a layer, without what its ranks exchange. Megatron-LM's README has 41 to 48 %
-for whole steps on H100s, exchange and bubbles included, so that times with much tensor parallelism are too long.
+"""Share of the peak that is reached inside a layer, without what its ranks exchange. Megatron-LM's README has 41 to
+48 % for whole steps on H100s, exchange and bubbles included, so times with much tensor parallelism are too long.
 """
 LINK_EFFICIENCY = 0.8
 """Share of a link's rate that NCCL's collectives reach with large messages: on eight A100s nccl-tests find about 235 of
