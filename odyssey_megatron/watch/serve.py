@@ -79,7 +79,11 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except Exception:  # no thread can be started: this connection is closed, and its place is free
+                self._room.release()
+                raise
         else:
             self.shutdown_request(request)
 

@@ -161,6 +161,24 @@ def test_text_of_the_job_is_never_a_tag(runs, tmp_path):
     server.server_close()
 
 
+def test_connections_for_which_no_thread_can_be_started_take_no_place(monkeypatch):
+    answers = {"/": lambda: ("text/plain", b"here")}
+    server = Server(listen("127.0.0.1", 0, "--page-port"), answers, token="").start()
+    port = server.socket.getsockname()[1]
+
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        for _ in range(serve._AT_ONCE + 1):
+            with pytest.raises(OSError):
+                get(port, "/")
+    assert get(port, "/")[::2] == (200, "here")
+    server.shutdown()
+    server.server_close()
+
+
 def test_metrics(runs):
     server = Server(
         listen("127.0.0.1", 0, "--metrics-port"), metrics_answers(Newest(runs["shot_at"])), token=""
