@@ -65,6 +65,13 @@ def test_only_admitted_hosts_pass(family, count):
     assert not any(passes(program, one, family) for one in others)
 
 
+def test_an_address_of_one_link_is_admitted_though_it_names_an_interface():
+    program = _only_from(["fe80::1%eth0", "fe80::1%eth1", "fe80::2%eth0"], socket.AF_INET6)
+    assert passes(program, "fe80::1", socket.AF_INET6)
+    assert passes(program, "fe80::2", socket.AF_INET6)
+    assert not passes(program, "fe80::3", socket.AF_INET6)
+
+
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_a_thousand_nodes_are_let_in(family):
     """Also by kernels before 6.6, which have a sixth of the room for it that later ones have."""
@@ -99,6 +106,26 @@ def test_a_node_for_which_there_is_no_room_is_named(capfd):
     said = capfd.readouterr().err
     assert said.count("the node at 127.0.0.1 cannot be let in: the kernel has no room") == 1
     assert "net.core.optmem_max" in said
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("size", "pause_s"), [(2**20, 0.0), (1, 0.05)])
+def test_who_answers_without_end_is_not_listened_to_without_end(monkeypatch, size, pause_s):
+    """Somebody else has the port, and sends much, or little again and again."""
+    monkeypatch.setattr(admission, "_ASKED_FOR_S", 0.5)
+
+    def answer() -> None:
+        line, _ = door.accept()
+        with line, contextlib.suppress(OSError):
+            line.sendall(bytes(admission._NONCE_BYTES))
+            while True:
+                line.sendall(bytes(size))
+                time.sleep(pause_s)
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(OSError, match=r"not this job's door|no whole answer within 0\.5 s|timed out"):
+            ask("127.0.0.1", door.getsockname()[1], "secret")
 
 
 def test_the_door_rests_after_each_look(monkeypatch):

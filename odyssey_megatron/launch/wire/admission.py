@@ -75,8 +75,12 @@ _MEET_S = 600.0
 _SAYS_AFTER_S = 5.0
 """After this time of waiting for the host it is said: it may start a little later than this node."""
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
+_ANSWER_BYTES = 2**16
+"""How much is read of a door's answer. Its own is much shorter; whoever sends more is somebody else."""
 _ASKED_AT_ONCE, _ASKED_FOR_S = 256, 2.0
-"""The largest number of strangers at the door (the one there longest makes room), and how long each may stay."""
+"""The largest number of strangers at the door (the one there longest makes room), and how long each may stay, and
+waits there for the answer.
+"""
 _BREATH_S = 0.005
 """The pause between two looks at the door, so that a crowd there does not take a processor from the coordinator."""
 _NO, _TOLD = b"no", 16
@@ -250,11 +254,12 @@ def ask(host: str, port: int, token: str) -> dict[str, Any]:
         OSError: Nobody answers, or the answer is not that of this job's door.
     """
     with socket.create_connection((host, port), timeout=_ASKED_FOR_S) as line:
-        theirs, ours = _receive(line, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        ends_s = time.monotonic() + _ASKED_FOR_S
+        theirs, ours = _receive(line, _NONCE_BYTES, ends_s), secrets.token_bytes(_NONCE_BYTES)
+        if len(theirs) < _NONCE_BYTES:
+            raise ConnectionError("sent away")
         line.sendall(ours + _proof(token, b"knock", theirs, ours))
-        answer = b""
-        while part := line.recv(4096):
-            answer += part
+        answer = _receive(line, _ANSWER_BYTES, ends_s)
     if answer == _NO:
         raise ConfigError(OTHER_TOKEN)
     proof, text = answer[:_PROOF_BYTES], answer[_PROOF_BYTES:]
@@ -375,7 +380,9 @@ def _only_from(addresses: list[str], family: int) -> bytes:
     """
     # The number of 32-bit words in an address, and the offset of the source address in the header.
     count, offset = (1, 12) if family == socket.AF_INET else (4, 8)
-    words = [struct.unpack(f"!{count}I", socket.inet_pton(family, address)) for address in addresses]
+    # A link-local address of IPv6 has the name of an interface behind a "%". Packets do not.
+    plain = {socket.inet_pton(family, address.partition("%")[0]) for address in addresses}
+    words = [struct.unpack(f"!{count}I", one) for one in plain]
     steps = list[_Step]()
     for index in range(count):
         steps += [(_LOAD, 0, 0, _PACKET + offset + 4 * index), (_KEEP, 0, 0, index)]
@@ -409,14 +416,17 @@ def _proof(token: str, *parts: bytes) -> bytes:
     return hmac.new(token.encode(), b"odyssey door\0" + b"\0".join(parts), hashlib.sha256).digest()
 
 
-def _receive(line: socket.socket, size: int) -> bytes:
-    found = b""
+def _receive(line: socket.socket, size: int, ends_s: float) -> bytes:
+    """Return the next ``size`` bytes, or fewer if the other side sends no more. Raises TimeoutError at ``ends_s``."""
+    found = bytearray()
     while len(found) < size:
-        part = line.recv(size - len(found))
-        if not part:
-            raise ConnectionError("sent away")
+        if (left_s := ends_s - time.monotonic()) <= 0:
+            raise TimeoutError(f"no whole answer within {_ASKED_FOR_S:g} s")
+        line.settimeout(left_s)  # it begins again with each part
+        if not (part := line.recv(size - len(found))):
+            break
         found += part
-    return found
+    return bytes(found)
 
 
 def _resolve(host: str) -> tuple[int, str]:
