@@ -36,6 +36,14 @@ def policies() -> tuple[str, ...]:
 
 LIMIT_S = Between(0.001, 1e6)
 """The range of times to wait: not too short for a clock, and not too long for a system call."""
+HEARTBEAT_S = Between(0.001, 1.0)
+"""The range of heartbeats. With longer ones a rank would take each pause between two of them for a time in which it
+was stopped (``launch/rank/attention.py``), and never find that its training thread is stuck.
+"""
+LEASE_S = Between(0.5, 1e6)
+"""The range of leases. The coordinator looks every 0.1 s and a little: half of a shorter lease could pass between two
+looks. It would then take itself to have been stopped (``launch/wire/awake.py``), and never find a node silent.
+"""
 EXPECTED_S = Between(1e-9, 1e10)
 """The range of times that only enter calculations."""
 
@@ -242,13 +250,17 @@ class OdysseyConfig:
         "of the time between two checkpoints, or all the time trained so far without --save",
         within=Between(0, 1e9),
     )
-    heartbeat_s: float = _flag(0.05, "interval of the heartbeat of each rank (in seconds)")
+    heartbeat_s: float = _flag(
+        0.05, "interval of the heartbeat of each rank (in seconds)", within=HEARTBEAT_S
+    )
     hang_s: float = _flag(
         5.0,
         "a rank without a heartbeat for this long is killed (in seconds), unless it works all the while, in code that "
         "keeps Python's lock: then --odyssey-op-timeout-s is the limit",
     )
-    node_lease_s: float = _flag(3.0, "a node whose agent is silent for this long is lost (in seconds)")
+    node_lease_s: float = _flag(
+        3.0, "a node whose agent is silent for this long is lost (in seconds)", within=LEASE_S
+    )
     build_timeout_s: float = _flag(5.0, "limit for connecting the groups of a generation (in seconds)")
     op_timeout_s: float = _flag(
         60.0, "limit for one message, collective or other instruction of a step (in seconds)"

@@ -116,7 +116,18 @@ def test_settings_are_found_among_another_program_s_flags(monkeypatch):
             ["--odyssey-hang-s", "-1"],
             "--odyssey-hang-s: a number from 0.001 to 1,000,000 is expected, found -1",
         ),
-        (["--odyssey-heartbeat-s", "9"], "--odyssey-heartbeat-s (9.0 s) must be below --odyssey-hang-s"),
+        (
+            ["--odyssey-heartbeat-s", "9"],
+            "--odyssey-heartbeat-s: a number from 0.001 to 1 is expected, found 9",
+        ),
+        (
+            ["--odyssey-heartbeat-s", "0.9", "--odyssey-hang-s", "0.8"],
+            "--odyssey-heartbeat-s (0.9 s) must be below --odyssey-hang-s",
+        ),
+        (
+            ["--odyssey-node-lease-s", "0.2"],
+            "--odyssey-node-lease-s: a number from 0.5 to 1,000,000 is expected, found 0.2",
+        ),
         (["--odyssey-hang-s", "61"], "--odyssey-hang-s (61.0 s) must be below --odyssey-op-timeout-s"),
         (["--odyssey-inject", "rank=1"], "at, step is missing"),
         (

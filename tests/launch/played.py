@@ -13,7 +13,7 @@ from odyssey_megatron.cluster.events import (
     RankJoined,
 )
 from odyssey_megatron.codec import to_json
-from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.config import LEASE_S, OdysseyConfig
 from odyssey_megatron.launch.coordinator.coordinator import Coordinator
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
@@ -97,7 +97,7 @@ class Job:
     def __init__(self, folder, mode="off"):
         self.rendezvous = LocalRendezvous("test")
         self.control, self.planner, self.said = self.connect(), FakePlanner(), []
-        self.config = OdysseyConfig(mode=mode, device="cpu", node_lease_s=0.3, run_dir=str(folder))
+        self.config = OdysseyConfig(mode=mode, device="cpu", node_lease_s=LEASE_S.low, run_dir=str(folder))
         self.control.put(keys.lease_key(1), "0")
         self.coordinator = Coordinator(
             control=self.connect(),

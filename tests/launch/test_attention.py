@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.config import HEARTBEAT_S
 from odyssey_megatron.launch.rank.attention import TRIES, Attention
 
 
@@ -23,6 +24,12 @@ def test_an_instruction_that_takes_too_long_is_overdue(attention):
     assert overdue(attention, 160.1) == 1
     attention.look(1, 161.0)
     assert not overdue(attention, 162.0)
+
+
+def test_an_instruction_that_takes_too_long_is_overdue_at_the_longest_heartbeat(attention):
+    """Which is when the other thread looks; on a busy machine it comes later."""
+    looks_s = [100.0 + 2 * HEARTBEAT_S.high * look for look in range(40)]
+    assert any(attention.overdue(now_s) for now_s in looks_s)
 
 
 def test_a_process_that_stood_still_is_not_overdue(attention):

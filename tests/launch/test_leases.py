@@ -10,7 +10,9 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from odyssey_megatron.cluster.events import NodeLost, RankJoined
+from odyssey_megatron.config import LEASE_S
 from odyssey_megatron.launch.agent.agent import OdysseyAgent
+from odyssey_megatron.launch.coordinator.coordinator import _TICK_S
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.leases import HostOfJob, Leases, beats
 from tests.launch.jobserver import events, wait_for
@@ -43,6 +45,14 @@ def test_a_node_is_lost_when_another_agent_takes_its_place(connect):
     assert leases.expired(3.0) == []
     next_one.put(keys.lease_key(1), "")
     assert leases.expired(4.0) == []
+
+
+def test_a_node_is_lost_by_the_shortest_lease(connect):
+    """Though the coordinator looks once in two ticks only, as on a busy machine."""
+    leases = Leases(connect(), [1], LEASE_S.low, here=0)
+    agent(connect, 0).put(keys.lease_key(1), "")
+    lost = [one for look in range(20) for one in leases.expired(2 * _TICK_S * look)]
+    assert [one.node for one in lost] == [1]
 
 
 def test_an_agent_whose_place_is_taken_hears_of_it(connect):

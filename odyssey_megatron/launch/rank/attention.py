@@ -21,7 +21,7 @@ ProcessGroupNCCL.hpp).
 
 _FROZEN_S = 5.0
 """Limit for ``Awake``: if more than half of it lies between two checks by the other thread, the whole process was
-stopped in between.
+stopped in between. That thread checks with each heartbeat (``config.HEARTBEAT_S``).
 """
 
 
