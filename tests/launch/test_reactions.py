@@ -25,6 +25,7 @@ from odyssey_megatron.launch.coordinator.reactions import (
     Forget,
     JobState,
     Recover,
+    Withdraw,
     offered,
     published,
     react,
@@ -213,8 +214,9 @@ def test_offers_that_fail_pause():
 def test_an_offer_that_failed_is_not_entered():
     job = all_live(begun()[0], 1)
     job, generation = offered(job, replace(PLAN, policy="replan"), "better", decide_s=0.0)
-    job, (report,) = react(job, [OfferFailed(rank=1, generation=2, reason="no address")], now_s=1.0)
+    job, (report, withdraw) = react(job, [OfferFailed(rank=1, generation=2, reason="no address")], now_s=1.0)
     assert (report.name, report.fields) == ("offer_failed", {"generation": 2, "why": "no address"})
+    assert withdraw == Withdraw(number=2, after=1)
     job = all_live(job, generation.number)
     assert (job.live_plan.policy, job.cluster.generation) == ("initial", 1)
 
@@ -231,8 +233,8 @@ def smaller_cells() -> JobState:
     return all_live(job, 3)
 
 
-def test_what_a_rank_that_joins_may_not_have_heard_yet_stays():
-    """It hears of all generations in turn, of offers that came to nothing, too."""
+def test_generations_before_the_live_one_are_forgotten_though_a_rank_waits_for_a_place():
+    """It may wait for ever. If it has not heard of them yet, it goes on with the live one."""
     job = all_live(begun()[0], 1)
     job, _ = react(job, [RankDied(rank=3, code=-9, cause="killed")], now_s=1.0)
     job = all_live(published(job, PLAN, "failure", dead=(3,))[0], 2)
@@ -245,10 +247,13 @@ def test_what_a_rank_that_joins_may_not_have_heard_yet_stays():
         events = [GenerationLive(rank=rank, generation=number) for rank in members]
         return react(job, events, now_s=4.0)
 
+    assert lives(job, 4, (0, 1, 2))[1] == []
     job, actions = lives(job, 4, (0, 1, 2, 5))
-    assert not actions, "rank 3 may be about to read the third"
+    assert actions == [Forget(number=4)]
     job, _ = offered(job, PLAN, "joined", decide_s=0.0)
-    assert lives(job, 5, (0, 1, 2, 3, 5))[1] == [Forget(number=5)]
+    job, actions = lives(job, 5, (0, 1, 2, 3))
+    assert actions == [], "those before the fourth are forgotten already"
+    assert lives(job, 5, (5,))[1] == [Forget(number=5)]
 
 
 def test_a_smaller_cell_that_leaves_is_not_lost():

@@ -24,7 +24,7 @@ from odyssey_megatron.errors import ControlPlaneLost, LayersLost, OdysseyError
 from odyssey_megatron.execute import prepare
 from odyssey_megatron.launch.coordinator import reactions
 from odyssey_megatron.launch.coordinator.offers import Offers
-from odyssey_megatron.launch.coordinator.reactions import Answer, Forget, JobState, Recover
+from odyssey_megatron.launch.coordinator.reactions import Answer, Forget, JobState, Recover, Withdraw
 from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.launch.coordinator.replacing import Replacing
 from odyssey_megatron.launch.rank import company, member, watch
@@ -59,6 +59,7 @@ class Store:
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
+        self._deleted: set[str] = set()
         self.events: list[Event] = []
         self.idle = True
         """The coordinator has nothing to do."""
@@ -72,6 +73,7 @@ class Store:
 
     def put_all(self, texts: dict[str, str]) -> None:
         self.texts |= texts
+        self._deleted -= texts.keys()
         self.changes += 1
 
     def has(self, names: Iterable[str]) -> bool:
@@ -81,7 +83,7 @@ class Store:
         return [self.texts[name] for name in names]
 
     def get(self, key: str) -> str:
-        this_host().wait(lambda: key in self.texts)
+        this_host().wait(lambda: key in self.texts or key in self._deleted)
         return self.texts[key]
 
     def peek(self, key: str) -> str | None:
@@ -89,6 +91,13 @@ class Store:
 
     def forget(self, key: str) -> None:
         self.texts.pop(key, None)
+        self._deleted.add(key)
+
+    forget_before = keys.Control.forget_before
+
+    def of_generations(self) -> list[tuple[int, str]]:
+        found = [keys._OF_GENERATION.fullmatch(key) for key in self.texts]
+        return [(int(one[1]), one[0]) for one in found if one]
 
     def count(self, key: str) -> int:
         self.put(key, str(int(self.texts.get(key, "0")) + 1))
@@ -161,10 +170,9 @@ class Coordinator:
                 told = keys.NOT_WELCOME if newest is None else str(newest)
                 self.store.put(keys.welcome_key(joined.rank, joined.incarnation), told)
             case Forget(number=number):
-                for key in [*self.store.texts]:
-                    found = keys._OF_GENERATION.fullmatch(key)
-                    if found and int(found[1]) < number:
-                        del self.store.texts[key]
+                self.store.forget_before(number)
+            case Withdraw(number=number, after=after):
+                generations.withdraw(number, after, self.store)  # type: ignore[arg-type]
             case Recover():
                 self._recover(action)
             case Stop() | Finished():

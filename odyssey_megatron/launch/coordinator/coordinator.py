@@ -41,6 +41,7 @@ from odyssey_megatron.launch.coordinator.reactions import (
     JobState,
     Recover,
     Report,
+    Withdraw,
     stop,
 )
 from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
@@ -260,6 +261,8 @@ class Coordinator:
                 self._answer(action)
             case Forget(number=number):
                 self._control.forget_before(number)
+            case Withdraw(number=number, after=after):
+                generations.withdraw(number, after, self._control)
             case Recover():
                 with _nothing_collected():
                     return self._recover(action)

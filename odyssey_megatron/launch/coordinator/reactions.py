@@ -115,6 +115,16 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Delete what offered generation ``number``, which has failed, and those before it have left in the store, back to
+    generation ``after``, in which the job is.
+    """
+
+    number: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recover:
     """Decide on a plan for the ranks that are left."""
 
@@ -124,7 +134,7 @@ class Recover:
     """(plan, rank) of each rank that has run out of memory under a plan."""
 
 
-Action = Report | Answer | Forget | Recover | Stop | Finished | JobVerdict
+Action = Report | Answer | Forget | Withdraw | Recover | Stop | Finished | JobVerdict
 """What the coordinator is to do. With ``Stop`` and ``Finished`` it tells the members that the job ends; with
 ``JobVerdict`` the job is over at once.
 """
@@ -220,14 +230,15 @@ def _after(job: JobState, event: Event, now_s: float) -> tuple[JobState, list[Ac
             )
             fields = {"generation": number, "why": reason}
             return replace(job, cluster=cluster, offered=None, tries=tries), [
-                Report(name="offer_failed", fields=fields)
+                Report(name="offer_failed", fields=fields),
+                Withdraw(number=number, after=cluster.generation),
             ]
         case GenerationLive():
-            return _goes_on(job, event)
+            return _goes_on(job, event, before)
     return job, []
 
 
-def _goes_on(job: JobState, event: GenerationLive) -> tuple[JobState, list[Action]]:
+def _goes_on(job: JobState, event: GenerationLive, before: ClusterState) -> tuple[JobState, list[Action]]:
     if event.done > job.done:
         job = replace(job, done=event.done, fruitless=0)
     if not job.cluster.is_live:
@@ -236,10 +247,10 @@ def _goes_on(job: JobState, event: GenerationLive) -> tuple[JobState, list[Actio
         job = replace(job, current=job.offered, offered=None, tries=OfferTries())
     if (current := job.current) is None:
         return job, []
-    # Every member has read this generation, so no rank still waits for an earlier one, except ranks that join: these
-    # read all offered generations one after the other.
-    actions: list[Action] = [] if job.cluster.waiting_ranks else [Forget(number=current.number)]
-    return replace(job, live_plan=current.plan), actions
+    # Every member has entered this generation, so no rank still reads an earlier one. A rank that waits for a place and
+    # is behind goes on with this one (``wire.control.FORGOTTEN``).
+    is_new = not before.is_live or before.generation < job.cluster.generation
+    return replace(job, live_plan=current.plan), [Forget(number=current.number)] * is_new
 
 
 def has_all_layers(job: JobState) -> bool:

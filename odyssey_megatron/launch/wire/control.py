@@ -383,11 +383,15 @@ class Control:
         the oldest generation that there is.
         """
         self.put(FORGOTTEN, str(number))
+        for of, key in self.of_generations():
+            if of < number:
+                self.forget(key)
+
+    def of_generations(self) -> list[tuple[int, str]]:
+        """Return (number, key) of all that generations have left."""
         with _lost():
-            for key in self.store.list_keys():
-                found = _OF_GENERATION.fullmatch(key)
-                if found and int(found[1]) < number:
-                    self.store.delete_key(key)
+            found = [_OF_GENERATION.fullmatch(key) for key in self.store.list_keys()]
+        return [(int(one[1]), one[0]) for one in found if one]
 
     def count(self, key: str) -> int:
         """Add one to a counter, and return its new value."""

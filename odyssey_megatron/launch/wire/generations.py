@@ -26,11 +26,27 @@ def send(message: Message, cell_size: int, control: Control) -> None:
     control.put(keys.generation_key(number), keys.OFFER * message.planned + keys.AGAIN * again + sent.head)
 
 
+def withdraw(number: int, after: int, control: Control) -> None:
+    """Delete what the offers behind generation ``after`` left, up to ``number``, which has failed (I10).
+
+    A mark stays at the head of each, as ranks hear of all numbers in turn. Addresses of ``number`` stay until the next
+    offer fails: a rank may still connect its groups, and torch's store waits without limit for keys that are deleted.
+    """
+    control.put(keys.generation_key(number), keys.OFFER)
+    for of, key in control.of_generations():
+        head, addresses = keys.generation_key(of), not key.startswith(keys.generation_key(of))
+        if after < of <= number and key != head and not (addresses and of == number):
+            control.forget(key)
+
+
 def read(text: str, rank: int, control: Control) -> Message | None:
     """Return the message with head ``text``, and with the part of its plan for the worker of ``rank``.
 
-    None if that part is deleted: all members of a later generation have entered it, and ``rank`` is none of them.
+    None if it is withdrawn, or that part is deleted: all members of a later generation have entered it, and ``rank`` is
+    none of them.
     """
+    if not text:
+        return None
     head: wire.Head | Stop | Finished = from_jsonable(wire.Head | Stop | Finished, parsed(text))
     if not isinstance(head, wire.Head):
         return head
