@@ -2,7 +2,7 @@
 
 The launcher starts one process per GPU. Each becomes a stand-in, which outlives the rank that it stands for: the first
 of a node runs Odyssey's agent, which starts the node's ranks; the others wait for the verdict. All end with its exit
-code.
+code, or with the launcher: without it nobody could end the job or would hear how it ends.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 from odyssey_megatron.launch.process.signals import HANDLED
+from odyssey_megatron.launch.rank.environment import die_with
 
 _LOOK_EVERY_S = 5.0
 _FAREWELL_S = 10.0
@@ -48,6 +49,7 @@ def become() -> NoReturn:
 
 def main(argv: Sequence[str]) -> int:
     """Stand in for a rank with the command line ``argv``; return the job's exit code."""
+    die_with(os.getppid())  # and the ranks of a stand-in that runs the agent die with that one
     from torch.distributed import DistNetworkError, TCPStore
 
     env = os.environ

@@ -69,6 +69,7 @@ def test_what_a_launcher_says_of_a_place():
 def test_variables_of_a_launcher_that_contradict_each_other(wrong, capsys, monkeypatch):
     """Its stand-ins would wait for an agent that nobody starts."""
     monkeypatch.setattr(shim.os, "environ", PLACED | wrong)
+    monkeypatch.setattr(shim, "die_with", lambda parent_pid: None)
     assert shim.main(["script.py"]) == EXIT_BAD_INPUT
     said = capsys.readouterr().err
     assert said.startswith("odyssey: the launcher that has started this process has set RANK=")
