@@ -19,7 +19,7 @@ from odyssey_megatron.cluster.events import (
     Retry,
 )
 from odyssey_megatron.cluster.state import ClusterState, initial_state
-from odyssey_megatron.errors import EXIT_FENCED
+from odyssey_megatron.errors import EXIT_FENCED, EXIT_LAYERS_LOST
 from odyssey_megatron.launch.coordinator.reactions import (
     Answer,
     Forget,
@@ -58,6 +58,19 @@ def test_a_death_is_reported_and_then_decided_on():
     job, generation = published(job, PLAN, recover.why, dead=recover.dead)
     assert (generation.number, generation.members, generation.dead) == (2, (0, 1, 2, 4, 5), (3,))
     assert generation.previous == PLAN.layout
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_last_loss_names_ranks_that_have_come_back_with_nothing(comes):
+    """Half of a cell of two ranks waits for the other half."""
+    job = all_live(begun(cell_size=2)[0], 1)
+    job, _ = react(job, [RankDied(rank=4, code=-9, cause="killed")], now_s=1.0)
+    if comes:
+        job, _ = react(job, [RankJoined(rank=4, node=2, incarnation=1)], now_s=2.0)
+    _, actions = react(job, [RankDied(rank=rank, code=-9, cause="killed") for rank in (0, 2)], now_s=3.0)
+    but = " that has layers: rank(s) [4] have come back, but hold nothing yet" if comes else ""
+    why = f"no rank is left{but}. Restart from the last checkpoint."
+    assert actions[-1] == JobVerdict(code=EXIT_LAYERS_LOST, why=why)
 
 
 @pytest.mark.parametrize(("dead", "full"), [(1, [2]), (3, []), (2, [])])

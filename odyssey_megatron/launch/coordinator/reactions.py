@@ -301,7 +301,11 @@ def _hopeless(job: JobState, lost: Collection[int], refused: str) -> Stop | JobV
     if not job.cluster.ranks:
         if not any(job.exits.get(rank, -9) for rank in range(len(job.nodes))):
             return JobVerdict(code=0)  # all left with exit code 0, though without finishing the job
-        return JobVerdict(code=EXIT_LAYERS_LOST, why="no rank is left. Restart from the last checkpoint.")
+        waiting = sorted({*job.cluster.waiting_ranks, *job.cluster.returned})
+        but = f" that has layers: rank(s) {waiting} have come back, but hold nothing yet" if waiting else ""
+        return JobVerdict(
+            code=EXIT_LAYERS_LOST, why=f"no rank is left{but}. Restart from the last checkpoint."
+        )
     return None
 
 
