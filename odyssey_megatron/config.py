@@ -106,9 +106,11 @@ class OdysseyConfig:
         "",
         "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP, STUCK or "
         "FULL][,microbatch=3][,generation=2]'; FULL: no memory is left; steps and microbatches count from 0, so that "
-        "step 7 is Megatron's iteration 8; at is one of "
+        "step 7 is Megatron's iteration 8, and an evaluation or checkpoint behind iteration 7 has step 7; at is one of "
         + ", ".join(INJECTION_POINTS)
-        + ". 'rank=5,step=20,slow=2.0,until=60': in steps 20 to 59 its layers take twice the time; "
+        + "; exchange comes before a measured step (--odyssey-profile-steps) with --odyssey-time-links on, and "
+        "param_gather behind a step with cut optimizer state (--use-distributed-optimizer). "
+        "'rank=5,step=20,slow=2.0,until=60': in steps 20 to 59 its layers take twice the time; "
         "'link=3>5,step=20,slow=4,until=60': messages from rank 3 to rank 5 take four times theirs (both on the CPU "
         "device)",
     )

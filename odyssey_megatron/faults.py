@@ -23,6 +23,8 @@ RECOVERY_POINTS = ("abort", "groups", "agree", "transfer")
 """Points of a recovery, named as its phases in ``recover.py``."""
 INJECTION_POINTS = (*STEP_POINTS, *RECOVERY_POINTS, "evaluate", "checkpoint", "exchange")
 """All of them. At ``exchange`` workers exchange messages before a measured step to time their links."""
+_BEHIND_STEPS = (*RECOVERY_POINTS, "evaluate", "checkpoint")
+"""Points that come behind the last step, too: they have the number of the step that would be next."""
 SIGNALS = ("KILL", "STOP")
 STUCK = "STUCK"
 """Given in place of a signal: the training thread waits for ever, and the process's other threads run on."""
@@ -108,7 +110,40 @@ SLOWER = Between(1.0, 1000.0)
 
 def parse_injections(text: str) -> tuple[Fault, ...]:
     """Parse the value of ``--odyssey-inject``. Raises ConfigError."""
-    return tuple(_parse_injection(one.strip()) for one in text.split(";") if one.strip())
+    return tuple(_parse_injection(one) for one in texts_of(text))
+
+
+def texts_of(text: str) -> tuple[str, ...]:
+    """Return each fault in the value of ``--odyssey-inject``, as it was written."""
+    return tuple(one.strip() for one in text.split(";") if one.strip())
+
+
+def check_can_strike(text: str, *, train_steps: int, cuts_state: bool, times_links: bool) -> None:
+    """Check that a job comes to each fault in the value of ``--odyssey-inject``. Raises ConfigError.
+
+    Args:
+        train_steps: the number of steps at whose end the job is done.
+        cuts_state: whether optimizer state is cut, so that weights are sent behind each step.
+        times_links: whether links are timed.
+    """
+    for said, one in zip(texts_of(text), parse_injections(text), strict=True):
+        at = one.at if isinstance(one, Injection) else ""
+        last = train_steps if at in _BEHIND_STEPS else train_steps - 1
+        never = ""
+        if one.step > last:
+            never = (
+                f"the job has {train_steps} step(s), which count from 0, so that it comes to this in step {last} at "
+                "the latest. Name an earlier step, or train for longer"
+            )
+        elif at == "exchange" and not times_links:
+            never = "links are not timed in this job. Add --odyssey-time-links on, or leave the fault out"
+        elif at == "param_gather" and not cuts_state:
+            never = (
+                "only holders of cut optimizer state send each other weights. Add --use-distributed-optimizer (in a "
+                "script of your own, TrainingJob.optimizer_copies), or name another point"
+            )
+        if never:
+            raise ConfigError(f"--odyssey-inject {said!r} would never strike: {never}.")
 
 
 _EXAMPLES: dict[type[Fault], str] = {

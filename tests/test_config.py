@@ -8,7 +8,14 @@ import pytest
 from odyssey_megatron import errors
 from odyssey_megatron.config import OdysseyConfig, add_arguments, config_from, config_from_argv, flag_of
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.faults import INJECTION_POINTS, Injection, Slowdown, SlowLink, parse_injections
+from odyssey_megatron.faults import (
+    INJECTION_POINTS,
+    Injection,
+    Slowdown,
+    SlowLink,
+    check_can_strike,
+    parse_injections,
+)
 
 FROZEN = {
     "mode": "off",
@@ -199,6 +206,32 @@ def test_injections_are_parsed():
 def test_bad_injections_say_what_is_wrong(text, message):
     with pytest.raises(ConfigError, match="--odyssey-inject") as caught:
         OdysseyConfig(inject=text)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "cuts_state", "times_links", "message"),
+    [
+        ("rank=1,step=6,at=forward", False, False, "the job has 6 step(s), which count from 0"),
+        ("rank=1,step=7,at=evaluate", False, False, "it comes to this in step 6 at the latest"),
+        ("rank=1,step=6,slow=2", False, False, "it comes to this in step 5 at the latest"),
+        ("link=0>1,step=6,slow=2", False, False, "it comes to this in step 5 at the latest"),
+        ("rank=1,step=3,at=exchange", True, False, "Add --odyssey-time-links on"),
+        ("rank=1,step=-1,at=param_gather", False, True, "Add --use-distributed-optimizer"),
+        ("rank=1,step=5,at=forward;rank=2,step=-1,at=groups,generation=3", False, False, ""),
+        ("rank=1,step=6,at=evaluate;rank=1,step=6,at=checkpoint;rank=1,step=6,at=agree", False, False, ""),
+        ("rank=1,step=2,at=exchange;rank=1,step=5,at=param_gather", True, True, ""),
+    ],
+)
+def test_faults_that_a_job_never_comes_to_are_refused(text, cuts_state, times_links, message):
+    def check() -> None:
+        check_can_strike(text, train_steps=6, cuts_state=cuts_state, times_links=times_links)
+
+    if not message:
+        return check()
+    with pytest.raises(ConfigError, match="would never strike") as caught:
+        check()
+    assert f"--odyssey-inject {text!r}" in str(caught.value)
     assert message in str(caught.value)
 
 

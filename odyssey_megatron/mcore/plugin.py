@@ -36,6 +36,7 @@ from odyssey_megatron.errors import (
     Superseded,
     Unsound,
 )
+from odyssey_megatron.faults import check_can_strike
 from odyssey_megatron.launch.process.ending import will_exit_with
 from odyssey_megatron.launch.rank.environment import journal_of
 from odyssey_megatron.launch.rank.injector import Injector
@@ -310,6 +311,12 @@ class Session:
     def post(self, spec: JobSpec, profile: Profile, settings: Mapping[str, str]) -> None:
         """Tell the coordinator what to plan for. Collective. Raises ConfigError."""
         spec.check(self.world_size)
+        check_can_strike(
+            self.config.inject,
+            train_steps=spec.train_steps,
+            cuts_state=spec.optimizer_copies > 0,
+            times_links=self.config.time_links == "on",
+        )
         self.member.starting.post_job(spec, to_json(profile), settings)
 
     def enter(

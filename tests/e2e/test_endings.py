@@ -111,6 +111,9 @@ def check_unsound(outcome, message, *, steps):
             "Megatron refuses this model: Cannot use sequence parallelism without tensor",
         ),
         (2, 1, "--odyssey-polcy auto", "unknown flag --odyssey-polcy"),
+        (2, 1, "--odyssey-inject rank=1,step=99,at=forward", "the job has 6 step(s), which count from 0"),
+        (2, 1, "--odyssey-inject rank=1,step=3,at=exchange", "Add --odyssey-time-links on"),
+        (2, 1, "--odyssey-inject rank=1,step=2,at=param_gather", "Add --use-distributed-optimizer"),
     ],
 )
 def test_bad_input_is_refused_in_one_paragraph(jobs, name, ranks, stages, flags, message):
