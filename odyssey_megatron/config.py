@@ -112,7 +112,7 @@ class OdysseyConfig:
         "param_gather behind a step with cut optimizer state (--use-distributed-optimizer). "
         "'rank=5,step=20,slow=2.0,until=60': in steps 20 to 59 its layers take twice the time; "
         "'link=3>5,step=20,slow=4,until=60': messages from rank 3 to rank 5 take four times theirs (both on the CPU "
-        "device)",
+        "device). Faults that did not strike are named at the job's end, and by odyssey report",
     )
     accept: str = _flag(
         "",

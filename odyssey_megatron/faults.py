@@ -87,6 +87,11 @@ class SlowLink:
         return _ends(self.link)
 
 
+def slows(one: Slowdown | SlowLink, step: int) -> bool:
+    """Return whether ``one`` slows down ``step``."""
+    return one.step <= step and not 0 <= one.until <= step
+
+
 def _ends(link: str) -> tuple[int, int]:
     """Return the sender and the receiver that ``link`` names. Raises ValueError."""
     ends = [one.strip() for one in link.split(">")]

@@ -21,6 +21,7 @@ from odyssey_megatron.metrics.run import (
     switch_cells,
 )
 from odyssey_megatron.metrics.steps import loss_difference
+from odyssey_megatron.metrics.strikes import not_struck_line
 
 if TYPE_CHECKING:
     from odyssey_megatron.metrics.plots import Picture
@@ -79,6 +80,7 @@ def html(run: Run, reference: Run | None, pictures: Sequence[Picture]) -> str:
         section("More losses that each layer survives", "At the end.", pieces.margin_table(run.state)),
         section("Nodes to exclude", "", pieces.suspect_list(run.state)),
         _samples(run),
+        _not_struck(run),
     ]
     return document(f"odyssey: {run.name}", parts)
 
@@ -193,6 +195,13 @@ def _samples(run: Run) -> str:
         '<p class="muted">Checked on what the committed attempt of each step consumed, in order of step and '
         "microbatch.</p></section>"
     )
+
+
+def _not_struck(run: Run) -> str:
+    if not run.not_struck:
+        return ""
+    told = escape(sentence(not_struck_line(run.not_struck)))
+    return f'<section><h2>Faults that did not strike</h2><p class="bad">{told}</p></section>'
 
 
 def sentence(line: str) -> str:

@@ -33,7 +33,7 @@ network is slow, or the ranks that sum.
 
 _Fields = dict[str, tuple[str, ...]]
 OF_AGENTS: _Fields = {
-    "job_started": ("world_size", "nodes", "observes"),
+    "job_started": ("world_size", "nodes", "observes", "inject"),
     "rank_started": ("target", "pid", "host"),
     "failure_detected": ("dead", "code", "cause", "causes"),
     "decision": (
@@ -69,9 +69,9 @@ OF_AGENTS: _Fields = {
 EVENTS: _Fields = {
     **OF_AGENTS,
     # -- ranks
-    "injected": ("at", "signal", "microbatch"),
-    "slowed": ("slow",),
-    "link_slowed": ("receiver", "slow"),
+    "injected": ("at", "signal", "microbatch", "faults"),
+    "slowed": ("slow", "faults"),
+    "link_slowed": ("receiver", "slow", "faults"),
     "generation_started": ("members", "plan_hash", "policy", "agreed_s"),
     "recovered": (
         "dead",
@@ -108,7 +108,10 @@ EVENTS: _Fields = {
 A field means the same in each event: ``dead`` is a list of ranks everywhere, and ``causes`` says what each of
 them has died of (``cell``: another rank of its cell has).
 
-- ``job_started``: one that ``observes`` (``--odyssey observe``) trains without noting its steps.
+- ``job_started``: one that ``observes`` (``--odyssey observe``) trains without noting its steps. ``inject``: the
+  value of ``--odyssey-inject``, if there is one.
+- ``injected``, ``slowed``, ``link_slowed``: ``faults`` are the numbers, from 0, of the faults in that value that
+  strike here.
 - ``decision``: one that is ``planned`` is an offer, and counts once it was ``switched`` to. ``cell_size``:
   the number of ranks of a whole worker. ``shapes``: [worker, number of ranks] for smaller ones;
   below schema version 3 [worker, places of a whole cell that each of its ranks fills].
@@ -186,6 +189,7 @@ class JournalLine(_Line, total=False):
     world_size: _Id
     nodes: Any
     observes: bool
+    inject: str
     target: _Id
     spare: _Id
     slot: _Id
@@ -217,6 +221,7 @@ class JournalLine(_Line, total=False):
     at: str
     signal: str
     microbatch: _Id
+    faults: tuple[_Id, ...]
     kind: str
     slow_ranks: tuple[_Id, ...]
     cost_s: _Seconds

@@ -30,6 +30,7 @@ from odyssey_megatron.metrics.steps import (
     committed_steps,
     loss_difference,
 )
+from odyssey_megatron.metrics.strikes import not_struck, not_struck_line
 from odyssey_megatron.metrics.suspects import ended_with_the_job
 from odyssey_megatron.metrics.switches import Switch, switches
 from odyssey_megatron.metrics.timeline import clocks_of, last_job
@@ -56,6 +57,8 @@ class Run:
     """The last state of the job."""
     ended: frozenset[int]
     """The ranks that were found dead, but had ended as the job does."""
+    not_struck: tuple[str, ...]
+    """The faults of ``--odyssey-inject`` that have not struck, as they were written."""
     left_out: tuple[str, ...]
     """Sentences on lines of the journal that are no events."""
 
@@ -113,6 +116,7 @@ def read_run(run_dir: str | Path) -> Run:
             samples=check_samples(events, steps),
             state=live(name, events),
             ended=frozenset(ended_with_the_job(events)),
+            not_struck=tuple(not_struck(events, started[-1].get("inject", "") if started else "").values()),
             left_out=tuple(left_out),
         )
     except UNREADABLE as error:
@@ -155,6 +159,7 @@ def summary(run: Run, reference: Run | None) -> dict[str, Any]:
             "switches": to_jsonable(run.switches),
             "median_stall_s": median(row.stall_s for row in run.recoveries if row.stall_s is not None),
             "loss_difference": to_jsonable(difference),
+            "faults_not_struck": run.not_struck,
             "lines_left_out": run.left_out,
             "samples": {**to_jsonable(run.samples), "ok": run.samples.ok},
             "losses": [[row.step, row.loss] for row in run.steps],
@@ -227,7 +232,7 @@ def text_summary(run: Run, reference: Run | None) -> str:
         "",
         *switch_lines(run.switches),
         samples_line(run.samples),
-        *filter(None, [clocks_line(run)]),
+        *filter(None, [printable(not_struck_line(run.not_struck)), clocks_line(run)]),
     ]
     if reference:
         lines.append(difference_line(loss_difference(run.steps, reference.steps)))

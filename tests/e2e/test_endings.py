@@ -38,6 +38,17 @@ def test_losing_the_last_holder_while_another_is_filled_stops_the_job(jobs, name
     assert "Traceback" not in outcome.log
 
 
+def test_faults_that_did_not_strike_are_named(jobs, name):
+    """No process comes in the place of rank 1, which dies, and the example has no evaluation."""
+    left = "rank=1,step=2,at=backward,incarnation=1; rank=0,step=3,at=evaluate"
+    inject = f"rank=1,step=2,at=backward;{left.replace(' ', '')}"
+    outcome = jobs.run(name, ranks=2, stages=1, flags=f"--odyssey-inject {inject}")
+    assert outcome.exit_code == 0, outcome.log[-3000:]
+    told = f"no record that 2 fault(s) struck, so this job does not show that it survives them: {left}\n"
+    assert outcome.log.count(told) == 1, outcome.log[-3000:]
+    assert list(outcome.run.not_struck) == left.split("; ")
+
+
 def test_final_weights_are_written_by_those_who_are_left(jobs, name, undisturbed):
     outcome = jobs.run(name, ranks=4, stages=2, script=Path(export_cut_short.__file__))
     assert outcome.exit_code == 0, outcome.log[-3000:]

@@ -72,6 +72,26 @@ def test_slow_from_a_step_until_another(sent, tmp_path):
     assert sent == []
 
 
+def test_each_fault_that_strikes_is_noted_by_its_number(sent, tmp_path):
+    """Also where one slowness ends as another of the same factor begins, and where two faults are alike."""
+    journal = Journal(tmp_path, source="rank1", rank=1)
+    injector = armed(
+        "rank=1,step=2,slow=3,until=4;rank=1,step=4,slow=3;rank=1,step=-1,at=reduce;rank=1,step=-1,at=reduce;"
+        "link=1>0,step=3,slow=2;rank=1,step=5,at=commit;rank=1,step=3,at=reduce,incarnation=1;rank=2,step=3,at=reduce",
+        journal=journal,
+    )
+    for step in range(5):
+        injector.slowness(step)
+        injector.slow_links(step)
+    for step in range(3):
+        injector.at("reduce", step=step, generation=1)
+    assert journal.flush(5.0)
+    noted = [(event["event"], event["faults"]) for event in read_journal(tmp_path)]
+    assert noted == [
+        ("slowed", [0]), ("link_slowed", [4]), ("slowed", [1]), ("injected", [2]), ("injected", [3]),
+    ]  # fmt: skip
+
+
 class Clock:
     """A thread's own time, which goes on as told, and a little with each reading."""
 

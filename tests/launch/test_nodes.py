@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("server")
 STEPS = 30
 
 
-def start(server, tmp_path, tokens: tuple[str, str], *flags: object, c10d: bool = False) -> list[Job]:
+def start(
+    server, tmp_path, tokens: tuple[str, str], *flags: object, c10d: bool = False, shared: bool = True
+) -> list[Job]:
     """Two agents of two ranks each; the first one hosts the coordinator. ``c10d``: by torch's own rendezvous."""
     port = free_port()
     # One stage: Megatron puts a stage's replicas side by side, and so a stage of two on one node.
@@ -41,13 +43,26 @@ def start(server, tmp_path, tokens: tuple[str, str], *flags: object, c10d: bool 
                 *script,
                 *flags,
                 "--odyssey-run-dir",
-                tmp_path / (f"run{node}" if len(set(tokens)) > 1 else "run"),
+                tmp_path / ("run" if shared and len({*tokens}) == 1 else f"run{node}"),
             ],
             log=tmp_path / f"node{node}",
             env={"ODYSSEY_TOKEN": token, "SLURMD_NODENAME": f"gpu{node}"},
         )
         for node, token in enumerate(tokens)
     ]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_node_names_the_faults_that_its_ranks_have_not_had(server, tmp_path, shared):
+    """Of its own ranks alone, whose journals it has also where nodes share no folder."""
+    inject = "rank=0,step=2,at=forward;rank=1,step=99,at=forward;rank=2,step=4,at=forward;rank=3,step=98,at=forward"
+    flags = ("--odyssey-inject", inject)
+    jobs = start(server, tmp_path, ("two nodes", "two nodes"), *flags, shared=shared)
+    (tmp_path / "go").touch()
+    assert [job.wait(40) for job in jobs] == [0, 0], jobs[0].log() + jobs[1].log()
+    for job, left in zip(jobs, ("rank=1,step=99,at=forward", "rank=3,step=98,at=forward"), strict=True):
+        (told,) = [line for line in job.log().splitlines() if "no record that" in line]
+        assert told.endswith(f"1 fault(s) struck, so this job does not show that it survives them: {left}")
 
 
 @pytest.fixture

@@ -57,6 +57,19 @@ def test_kills(toy, tmp_path, inject, dead):
         assert decided(tmp_path) == dead
 
 
+def test_faults_that_did_not_strike_are_named_at_the_end(toy, tmp_path):
+    """Ranks 1 and 2 did not live to see their second ones, and no layer moved."""
+    struck = "rank=1,step=3,at=forward;rank=2,step=5,at=forward"
+    left = "rank=1,step=9,at=forward; rank=2,step=7,at=reduce; rank=0,step=-1,at=transfer"
+    job = toy(4, "--steps", 12, "--odyssey-inject", f"{struck};{left}")
+    check(job, tmp_path, steps=12, survivors={0, 3})
+    told = [line for line in job.log().splitlines() if "no record that" in line]
+    assert told == [
+        "[odyssey] --odyssey-inject: the journal has no record that 3 fault(s) struck, so this job does not show that "
+        f"it survives them: {left}"
+    ]
+
+
 def killed_anew(run: Path, rank: int) -> None:
     """SIGKILL to the newest process of ``rank``; returns when there is another one."""
     pids = [e["pid"] for e in events(run, "rank_started") if e["target"] == rank]

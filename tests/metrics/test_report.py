@@ -111,6 +111,24 @@ def test_a_folder_that_is_used_again_reports_on_the_latest_job(runs, tmp_path, c
     assert (got["steps"], got["recoveries"], got["samples"]["ok"]) == (STEPS, [], True)
 
 
+def test_faults_that_did_not_strike_are_named(runs, capsys, tmp_path):
+    """In the summary, on the page and as JSON. Journals that do not say what was injected have none."""
+    folder = shutil.copytree(runs["undisturbed"], tmp_path / "run")
+    agent0, left = folder / "journal" / "agent0.jsonl", "rank=1,step=<9>,at=evaluate"
+    told = f'"inject":"rank=2,step=3,slow=2; {left}","world_size"'
+    agent0.write_text(agent0.read_text().replace('"world_size"', told, 1))
+    rank2 = Journal(folder, source="rank2", rank=2, job=JOB)
+    rank2.event("slowed", step=3, slow=2.0, faults=(0,))
+    rank2.close()
+    assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
+    line = f"no record that 1 fault(s) struck, so this job does not show that it survives them: {left}\n"
+    assert line in capsys.readouterr().out
+    assert "rank=1,step=&lt;9&gt;,at=evaluate." in (tmp_path / "out" / "index.html").read_text()
+    for run, faults in ((folder, [left]), (runs["shot_at"], [])):
+        assert main([str(run), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["faults_not_struck"] == faults
+
+
 def test_lines_that_are_no_events_are_named_and_left_out(runs, tmp_path, capsys):
     """By who follows the job, too."""
     broken = tmp_path / "broken"

@@ -35,8 +35,9 @@ from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.launch.wire.leases import HostOfJob, beats
 from odyssey_megatron.launch.wire.requests import Requests
 from odyssey_megatron.launch.wire.verdict import SAYS_WHY, JobVerdict, VerdictWatch
-from odyssey_megatron.metrics.journal import Journal, host_name
+from odyssey_megatron.metrics.journal import Journal, host_name, read_journal
 from odyssey_megatron.metrics.outlet import say
+from odyssey_megatron.metrics.strikes import STRIKES, not_struck, not_struck_line
 
 _log = logging.getLogger(__name__)
 
@@ -195,9 +196,25 @@ class OdysseyAgent(LocalElasticAgent):
         node = self._worker_group.group_rank
         journal = Journal(self._launch.config.run_dir, source=f"agent{node}", job=os.environ["ODYSSEY_JOB"])
         try:
-            return self._see_through(board, journal, signals)
+            code = self._see_through(board, journal, signals)
         finally:
             journal.close()
+        if code != EXIT_BAD_INPUT:  # nothing could strike in a job that has been refused
+            self._name_faults_left()
+        return code
+
+    def _name_faults_left(self) -> None:
+        """Tell the user of faults that this node's ranks were to have, and have not had: their journals are here."""
+        config, faults = self._launch.config, self._launch.config.injections
+        ours = {worker.global_rank for worker in self._worker_group.workers}
+        if not any(one.ranks[0] in ours for one in faults):
+            return
+        with contextlib.suppress(ConfigError):  # a journal that cannot be read says nothing
+            found = list(read_journal(config.run_dir, only=STRIKES))
+            events = [event for event in found if event.get("job") == os.environ["ODYSSEY_JOB"]]
+            left = not_struck(events, config.inject)
+            if line := not_struck_line([left[one] for one in left if faults[one].ranks[0] in ours]):
+                say(f"[odyssey] {line}")
 
     def _see_through(self, board: HeartbeatBoard, journal: Journal, signals: Received) -> int:
         group, launch = self._worker_group, self._launch

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
@@ -112,7 +113,9 @@ class Hosting:
             say(f"[odyssey] {of_rank.why}")
             return control.put(keys.VERDICT, to_json(of_rank))
         check_many(len(of_rank), nodes)
-        only = {"observes": True} if self._config.mode == "observe" else {}
+        only: dict[str, Any] = {"observes": True} if self._config.mode == "observe" else {}
+        if self._config.inject:
+            only["inject"] = self._config.inject
         journal.event("job_started", world_size=len(of_rank), nodes=nodes, **only, echo=True)
         self._onlookers.start()
         Coordinator(

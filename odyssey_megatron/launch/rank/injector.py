@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 
-from odyssey_megatron.faults import FULL, STUCK, Fault, Injection, Slowdown, SlowLink
+from odyssey_megatron.faults import FULL, STUCK, Fault, Injection, Slowdown, SlowLink, slows
 from odyssey_megatron.metrics.journal import Journal
 
 _FLUSH_S = 5.0
@@ -24,56 +24,65 @@ class Injector:
         journal: Journal | None = None,
         incarnation: int = 0,
     ):
-        who = rank, incarnation
-        faults = [one for one in injections if not isinstance(one, SlowLink)]
-        mine = [one for one in faults if (one.rank, one.incarnation) == who]
-        self._armed = [one for one in mine if isinstance(one, Injection)]
-        self._slowdowns = [one for one in mine if isinstance(one, Slowdown)]
-        self._links = [one for one in injections if isinstance(one, SlowLink) and one.ranks[0] == rank]
-        self._slowness = 1.0
-        self._slow_links: dict[int, float] = {}
+        self._armed: dict[int, Injection] = {}
+        self._slowdowns: dict[int, Slowdown] = {}
+        self._links: dict[int, SlowLink] = {}
+        for number, one in enumerate(injections):
+            if one.ranks[0] != rank:
+                continue
+            match one:
+                case SlowLink():
+                    self._links[number] = one
+                case Slowdown(incarnation=meant) if meant == incarnation:
+                    self._slowdowns[number] = one
+                case Injection(incarnation=meant) if meant == incarnation:
+                    self._armed[number] = one
+        self._slow: tuple[int, ...] = ()
+        self._slow_links: dict[int, tuple[int, ...]] = {}
         self._journal = journal
 
     def at(self, point: str, *, step: int, generation: int, microbatch: int = -1) -> None:
         """Fire the injection that is armed for ``point``, if any. Does not return if that is a KILL."""
         if not self._armed:
             return
-        for one in self._armed:
+        for number, one in self._armed.items():
             if one.at != point or one.step not in (-1, step):
                 continue
             if one.microbatch not in (-1, microbatch) or one.generation not in (-1, generation):
                 continue
-            self._armed.remove(one)
-            self._fire(one, generation)
+            del self._armed[number]
+            self._fire(number, one, generation)
             return
 
     def slowness(self, step: int) -> float:
         """Return the factor by which the compute of ``step`` is slowed down. Changes go to the journal."""
-        slow = math.prod(
-            one.slow for one in self._slowdowns if one.step <= step and not 0 <= one.until <= step
-        )
-        if slow != self._slowness:
-            self._slowness = slow
+        now = tuple(number for number, one in self._slowdowns.items() if slows(one, step))
+        slow = math.prod(self._slowdowns[number].slow for number in now)
+        if now != self._slow:
+            self._slow = now
             if self._journal:
-                self._journal.event("slowed", step=step, echo=True, slow=slow)
+                self._journal.event("slowed", step=step, echo=True, slow=slow, faults=now)
         return slow
 
     def slow_links(self, step: int) -> dict[int, float]:
         """Return receiver -> factor by which this rank's messages are slowed down in ``step``. Changes go to the
         journal.
         """
-        slow: dict[int, float] = {}
-        for one in self._links:
-            if one.step <= step and not 0 <= one.until <= step:
-                slow[one.ranks[1]] = slow.get(one.ranks[1], 1.0) * one.slow
-        for receiver in sorted(slow.keys() | self._slow_links.keys()):
-            factor = slow.get(receiver, 1.0)
-            if factor != self._slow_links.get(receiver, 1.0) and self._journal:
-                self._journal.event("link_slowed", step=step, echo=True, receiver=receiver, slow=factor)
-        self._slow_links = slow
+        now: dict[int, tuple[int, ...]] = {}
+        for number, one in self._links.items():
+            if slows(one, step):
+                now[one.ranks[1]] = (*now.get(one.ranks[1], ()), number)
+        slow = {receiver: math.prod(self._links[one].slow for one in now[receiver]) for receiver in now}
+        for receiver in sorted(now.keys() | self._slow_links.keys()):
+            faults, factor = now.get(receiver, ()), slow.get(receiver, 1.0)
+            if faults != self._slow_links.get(receiver, ()) and self._journal:
+                self._journal.event(
+                    "link_slowed", step=step, echo=True, receiver=receiver, slow=factor, faults=faults
+                )
+        self._slow_links = now
         return slow
 
-    def _fire(self, one: Injection, generation: int) -> None:
+    def _fire(self, number: int, one: Injection, generation: int) -> None:
         if self._journal:
             self._journal.event(
                 "injected",
@@ -83,6 +92,7 @@ class Injector:
                 at=one.at,
                 signal=one.signal,
                 microbatch=one.microbatch,
+                faults=(number,),
             )
             self._journal.flush(_FLUSH_S)
         if one.signal == STUCK:
