@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.errors import EXIT_BAD_INPUT
 from tests.e2e.jobs import assert_equal_numbers
 from tests.megatron_lm import torchrun
 from tests.megatron_lm.jobs import FLOAT64, MOCK, assert_equal_checkpoints, assert_same_lines, indexed
@@ -25,6 +26,34 @@ def test_lines_are_those_of_plain_megatron_lm(jobs, name, case):
     run = jobs.odyssey(name, MOCK + save, ranks=ranks, stages=stages, inject=inject)
     assert_same_lines(run, jobs.plain(ranks=ranks, stages=stages))
     assert len(run.killed) == inject.count("rank="), run.log[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("rank=1,step=6,at=backward", "the job has 6 step(s), which count from 0"),
+        ("rank=1,step=2,at=exchange", "Add --odyssey-time-links on"),
+        ("rank=1,step=2,at=param_gather", "Add --use-distributed-optimizer"),
+    ],
+    ids=["step", "links", "slices"],
+)
+def test_a_fault_that_the_job_never_comes_to_is_refused(jobs, name, fault, message):
+    run = jobs.odyssey(name, ranks=2, stages=1, inject=fault)
+    assert run.exit_code == EXIT_BAD_INPUT, run.log[-3000:]
+    assert run.log.count(message) == 1, run.log[-3000:]
+    assert not run.killed
+
+
+def test_the_last_evaluation_is_behind_the_last_step(jobs, name):
+    """A fault there strikes; what was to strike in a save is named, as there is none."""
+    left = "rank=0,step=6,at=checkpoint"
+    run = jobs.odyssey(name, ranks=4, stages=2, inject=f"rank=1,step=6,at=evaluate;{left}")
+    assert_same_lines(run, jobs.plain(ranks=4, stages=2))
+    assert run.killed == [1]
+    assert (
+        f"no record that 1 fault(s) struck, so this job does not show that it survives them: {left}\n"
+        in run.log
+    )
 
 
 def test_a_profiled_rank_dies(jobs, name):
