@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -83,6 +84,21 @@ def test_who_comes_goes_to_the_next_offer_if_the_others_do_not_enter_this_one(co
     watch.take_offer(3)
     coordinator.put(keys.entered_key(3), "")
     entering.await_others(3)
+
+
+def test_a_generation_that_was_deleted_before_it_was_waited_for_is_not_waited_for_long(connect, monkeypatch):
+    monkeypatch.setattr("odyssey_megatron.launch.rank.watch._LOOKS_EACH_S", 0.2)
+    watch = Watch(
+        connect(), lambda text: None, Attention(60.0, 30.0, 0.0), settled=True,
+        fallen_everywhere=lambda number, text: True, alone_s=0.0,
+    )  # fmt: skip
+    coordinator = connect()
+    watch.start(1)
+    time.sleep(0.1)  # it waits for the second
+    coordinator.put(keys.generation_key(3), "3")
+    coordinator.forget_before(3)
+    assert watch.await_newer(1, 10.0)
+    assert watch.newest() == (3, "3")
 
 
 def test_who_leaves_with_an_offer_leaves_though_the_others_have_the_next_one(connect):

@@ -17,6 +17,9 @@ from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.plan.sending.generation import Finished
 
+_LOOKS_EACH_S = 60.0
+"""After this time of waiting for a generation it is looked whether that was deleted: hardly ever, and nothing waits."""
+
 
 class Watch:
     """The generations of which this rank has heard. All public methods but :meth:`end` are for the main thread.
@@ -160,8 +163,8 @@ class Watch:
                 if (oldest := self._oldest()) > number:
                     # This process was stopped meanwhile. All ranks that go on have entered that one, offered or not.
                     number, has_begun = oldest, True
-                text = self._control.get(keys.generation_key(number))
-            except KeyError:  # deleted in the meantime
+                text = self._control.get(keys.generation_key(number), timeout_s=_LOOKS_EACH_S)
+            except (KeyError, TimeoutError):  # deleted in the meantime, perhaps before it was waited for
                 continue
             except ValueError:  # not sealed by the coordinator, whose own write will replace it
                 time.sleep(0.01)
