@@ -13,8 +13,8 @@ from odyssey_megatron.policy.costs.estimate import (
     AttentionShape,
     Experts,
     Precision,
+    Recomputed,
     estimated_profile,
-    recomputed,
     share_of_experts,
 )
 from odyssey_megatron.policy.costs.profile import Profile
@@ -40,6 +40,7 @@ def _experts(config: Any) -> Experts | None:
         ffn_hidden_size=config.moe_ffn_hidden_size or config.ffn_hidden_size,
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0,
         parts=config.expert_model_parallel_size * config.expert_tensor_parallel_size,
+        tensor_parts=config.expert_tensor_parallel_size,
     )
 
 
@@ -131,11 +132,12 @@ def estimate(
         vocab_size=vocab_size,
         is_tied=is_tied,
         is_gated=config.gated_linear_unit,
-        recomputed_share=recomputed(
+        recomputed=Recomputed.by_flags(
             config.recompute_granularity,
             config.recompute_method,
             config.recompute_num_layers,
             config.num_layers / config.pipeline_model_parallel_size,
+            config.recompute_modules,
         ),
         experts=_experts(config),
         unlike=_unlike(config, kinds, seq_length),

@@ -19,7 +19,7 @@ from odyssey_megatron.policy.costs.block_configs import (
     kinds_of_ratios,
     unlike_layers,
 )
-from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, Precision, recomputed
+from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, Precision, Recomputed
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals, smaller
 from odyssey_megatron.upstream.chunks import chunks_of
@@ -211,6 +211,12 @@ class _Line:
         except ValueError as error:
             raise ConfigError(f"{_flag(name)}: {error}.") from None
 
+    def words(self, name: str) -> list[str]:
+        """Return the values of a flag that may have several, or all of them in one word."""
+        value = self._given.get(name) or []
+        values = value if isinstance(value, list) else [value]
+        return " ".join(map(str, values)).strip("[]").replace(",", " ").split()
+
     def text(self, name: str) -> str:
         return str(self._given[name]) if self.has(name) else ""
 
@@ -252,15 +258,22 @@ def _model(line: _Line, layers: int, stages: int) -> Model:
         precision=_precision(line),
         is_gated=is_gated,
         is_tied=not line.has("untie_embeddings_and_output_weights"),
-        recomputed_share=recomputed(
-            line.text("recompute_granularity"),
-            line.text("recompute_method"),
-            line.maybe("recompute_num_layers"),
-            layers / stages,
-        ),
+        recomputed=_recomputed(line, layers / stages),
         experts=_experts(line, layers, ffn),
         mtp_num_layers=line.maybe("mtp_num_layers") or 0,
         unlike=_unlike(line, layers, hidden, ffn),
+    )
+
+
+def _recomputed(line: _Line, layers_of_stage: float) -> Recomputed:
+    # core_v0.16.1 core/transformer/transformer_config.py: it stands for selective recomputation of these.
+    is_short = line.has("moe_layer_recompute")
+    return Recomputed.by_flags(
+        "selective" if is_short else line.text("recompute_granularity"),
+        line.text("recompute_method"),
+        line.maybe("recompute_num_layers"),
+        layers_of_stage,
+        [*(line.words("recompute_modules") or ["core_attn"]), *["moe"] * is_short],
     )
 
 

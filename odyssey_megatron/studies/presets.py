@@ -14,6 +14,7 @@ from odyssey_megatron.policy.costs.estimate import (
     Experts,
     Links,
     Precision,
+    Recomputed,
     estimated_profile,
     exchanging,
     share_of_experts,
@@ -68,7 +69,7 @@ class Model:
     precision: Precision = Precision()  # noqa: RUF009 # frozen
     is_gated: bool = True
     is_tied: bool = False
-    recomputed_share: float = 0.0
+    recomputed: Recomputed = Recomputed()  # noqa: RUF009 # frozen
     experts: Experts | None = None
     mtp_num_layers: int = 0
     unlike: UnlikeLayers = ()
@@ -81,6 +82,7 @@ class Model:
         tensor_parallel_size: int = 1,
         context_parallel_size: int = 1,
         expert_parts: int = 0,
+        expert_tensor_parts: int = 0,
         micro_batch_size: int = 1,
         sequence_parallel: bool = True,
         headroom_percent: int = _HEADROOM_PERCENT,
@@ -89,9 +91,11 @@ class Model:
 
         Args:
             expert_parts: the number of ranks over which experts are spread; 0: cut like other weights.
+            expert_tensor_parts: the number of ranks that each have a part of the same expert; 0: all tensor-parallel
+                ranks.
             headroom_percent: share of the device's memory that no plan may use (--odyssey-memory-headroom-percent).
         """
-        experts = replace(self.experts, parts=expert_parts) if self.experts else None
+        experts = self.experts and replace(self.experts, parts=expert_parts, tensor_parts=expert_tensor_parts)
         computing = estimated_profile(
             num_transformer_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -110,7 +114,7 @@ class Model:
             sequence_parallel=sequence_parallel,
             is_tied=self.is_tied,
             is_gated=self.is_gated,
-            recomputed_share=self.recomputed_share,
+            recomputed=self.recomputed,
             experts=experts,
             mtp_num_layers=self.mtp_num_layers,
             unlike=self.unlike,
@@ -124,7 +128,7 @@ class Model:
             tokens=self.seq_length * micro_batch_size // context_parallel_size,
             precision=self.precision,
             tensor_parallel_size=tensor_parallel_size,
-            recomputed_share=self.recomputed_share,
+            recomputed=self.recomputed,
             experts=experts,
             unlike=self.unlike,
         )

@@ -342,6 +342,7 @@ def _estimated(line: LaunchLine, accelerator: str, cell: Cell) -> Profile:
         tensor_parallel_size=line.tensor_model_parallel_size,
         context_parallel_size=line.context_parallel_size,
         expert_parts=cell.expert_parts if cell.expert > 1 else 0,
+        expert_tensor_parts=cell.expert_tensor,
         micro_batch_size=line.micro_batch_size,
         sequence_parallel=line.sequence_parallel,
         headroom_percent=line.config.memory_headroom_percent,

@@ -22,6 +22,10 @@ CASES = {
         {"gated_linear_unit": True, "ffn_hidden_size": 352, "num_query_groups": 2},
     ),
     "wide heads": ("--kv-channels 64", {"kv_channels": 64}),
+    "recomputed": (
+        "--recompute-granularity selective --recompute-modules mlp layernorm",
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+    ),
     "further ahead": ("--mtp-num-layers 2", {"mtp_num_layers": 2}),
     "experts": (
         "--swiglu --ffn-hidden-size 352 --num-experts 4 --moe-ffn-hidden-size 96 --moe-layer-freq [0]+[1] "

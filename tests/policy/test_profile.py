@@ -8,6 +8,7 @@ from odyssey_megatron.policy.costs.estimate import (
     Experts,
     Links,
     Precision,
+    Recomputed,
     estimated_profile,
     exchanging,
 )
@@ -124,7 +125,7 @@ def test_what_ranks_of_a_worker_exchange_takes_time():
     links, message = Links(node_bytes_per_s=1e11, card_bytes_per_s=1e10), 512 * 512 * 2
     known = {name: SHAPE[name] for name in ("hidden_size", "ffn_hidden_size", "attention")}
     known |= {"tokens": 512, "precision": Precision(), "unlike": ()}
-    usual = {"tensor_parallel_size": 1, "recomputed_share": 0.0, "experts": None}
+    usual = {"tensor_parallel_size": 1, "recomputed": Recomputed(), "experts": None}
 
     def more_s(**more):
         alone = estimated_profile(num_transformer_layers=4, **SHAPE, **more)
@@ -139,14 +140,18 @@ def test_what_ranks_of_a_worker_exchange_takes_time():
     assert more_s(tensor_parallel_size=4) == [pytest.approx((sums_s, sums_s, 0.0))] * 2
     beyond_s = 2 * 2 * 15 / 16 * message / 1e10
     assert more_s(tensor_parallel_size=16) == [pytest.approx((beyond_s, beyond_s, 0.0))] * 2
-    again = more_s(tensor_parallel_size=4, recomputed_share=1.0)
+    again = more_s(tensor_parallel_size=4, recomputed=Recomputed(share=1.0))
     assert again == [pytest.approx((sums_s, 2 * sums_s, 0.0))] * 2
+    again = more_s(tensor_parallel_size=4, recomputed=Recomputed(modules=frozenset({"mlp"})))
+    assert again == [pytest.approx((sums_s, 1.5 * sums_s, 0.0))] * 2, "one of the two again"
 
     experts = Experts(layers=frozenset({2, 4}), count=32, topk=2, ffn_hidden_size=704)
     of_four, of_16 = (more_s(experts=replace(experts, parts=parts)) for parts in (4, 16))
     there_and_back_s = 2 * 2 * message * 3 / 4 / 1e11
     assert of_four[0] == pytest.approx((there_and_back_s, there_and_back_s, 0.0)), "within a node"
     assert of_four[1] == (0.0, 0.0, 0.0), "no experts"
+    again = more_s(experts=replace(experts, parts=4), recomputed=Recomputed(modules=frozenset({"moe"})))
+    assert again[0] == pytest.approx((there_and_back_s, 2 * there_and_back_s, 0.0))
     most_s = 2 * 2 * message * 8 / 16 / 1e10
     assert of_16[0] == pytest.approx((most_s, most_s, 0.0)), "half of them go to another node"
     cut = more_s(tensor_parallel_size=4, experts=experts)
@@ -173,6 +178,90 @@ def test_layers_with_experts_cost_what_they_cost():
         profile, [seen(0, 2, 1.0), seen(2, 3, 3.0), seen(3, 4, 1.0), seen(4, 6, 3.0)]
     ).costs.layers
     assert [one.forward_s for one in layers[2:5]] == pytest.approx([3.0, 1.0, 3.0], rel=0.1)
+
+
+DEEP = {
+    "hidden_size": 512,
+    "ffn_hidden_size": 1408,
+    "attention": AttentionShape.latent(
+        512, 8, q_lora_rank=96, kv_lora_rank=32, qk_head_dim=64, qk_pos_emb_head_dim=16, v_head_dim=48
+    ),
+    "seq_length": 256,
+    "micro_batch_size": 2,
+    "vocab_size": 1000,
+    "experts": Experts(
+        layers=frozenset({2}), count=8, topk=2, ffn_hidden_size=704, shared_ffn_hidden_size=352
+    ),
+}
+"""A dense layer and one with experts, both with latent attention."""
+
+
+def test_experts_keep_the_tokens_that_they_are_given():
+    """As Megatron-LM's experts: of 2 bytes, the input of their first product, for each expert that a token goes to."""
+    dense, sparse = estimated_profile(num_transformer_layers=2, **DEEP).costs.layers[1:3]
+    units = 3 * (2 * 704 + 352 - 1408)
+    assert sparse.activation_bytes - dense.activation_bytes == 512 * 2 * (2 * 512 + units)
+
+    def kept_bytes(**spread):
+        experts = replace(DEEP["experts"], **spread)
+        costs = estimated_profile(
+            num_transformer_layers=2, tensor_parallel_size=4, **DEEP | {"experts": experts}
+        ).costs
+        return costs.layers[2].activation_bytes
+
+    alone = kept_bytes(parts=8, tensor_parts=1)
+    assert alone == sparse.activation_bytes // 4
+    more = 512 * 2 * 2 * 512
+    assert kept_bytes() == kept_bytes(parts=8, tensor_parts=4) == alone + more - more // 4, (
+        "ranks that cut an expert all have its tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("modules", "of_dense", "of_sparse", "again_dense", "again_sparse"),
+    [
+        ("moe_act", 0, 2 * 704, 0, 0),
+        ("layernorm", 512, 2 * 512, 0, 0),
+        ("mlp", 3 * 1408, 0, 512 * 3 * 1408, 0),
+        ("shared_experts", 0, 3 * 352, 0, 512 * 3 * 352),
+        ("moe", 0, 3 * 1760 + 2 * 512, 0, 512 * (3 * 1760 + 8)),
+        ("moe moe_act shared_experts", 0, 3 * 1760 + 2 * 512, 0, 512 * (3 * 1760 + 8)),
+        ("mla_up_proj", *(2 * 640 + 384,) * 2, *(96 * 640 + 32 * (512 + 384),) * 2),
+        ("layernorm moe_act", 512, 2 * 512 + 2 * 704, 0, 0),
+    ],
+)
+def test_modules_that_are_recomputed_keep_less(modules, of_dense, of_sparse, again_dense, again_sparse):
+    """512 tokens; numbers per token that are dropped, and weights whose products are computed once more."""
+    usual = estimated_profile(num_transformer_layers=2, **DEEP).costs.layers[1:3]
+    found = estimated_profile(
+        num_transformer_layers=2, recomputed=Recomputed(modules=frozenset(modules.split())), **DEEP
+    ).costs
+    for before, after, dropped, again in zip(
+        usual, found.layers[1:3], (of_dense, of_sparse), (again_dense, again_sparse), strict=True
+    ):
+        assert before.activation_bytes - after.activation_bytes == 512 * 2 * dropped
+        assert after.input_grad_s - before.input_grad_s == pytest.approx(2 * 512 * again / 2e14, abs=1e-15)
+        assert (after.forward_s, after.weight_grad_s) == (before.forward_s, before.weight_grad_s)
+
+
+def test_a_recomputed_core_attention_computes_its_scores_again():
+    usual, found = (
+        estimated_profile(
+            num_transformer_layers=2, recomputed=Recomputed(modules=frozenset(one)), **SHAPE
+        ).costs.layers[1]
+        for one in ((), ("core_attn", "layernorm", "moe", "mla_up_proj"))
+    )
+    assert usual.activation_bytes == found.activation_bytes, "and it has none of the others"
+    assert found.input_grad_s - usual.input_grad_s == pytest.approx(2 * 512 * 256 * 512 / 2e14)
+
+
+def test_the_head_keeps_float32_for_each_logit():
+    """Beside it 512 tokens of two hidden states."""
+    for dtype_bytes, of_logit in ((2, 4), (4, 4), (8, 8)):
+        costs = estimated_profile(
+            num_transformer_layers=1, precision=Precision(dtype_bytes=dtype_bytes), **SHAPE
+        ).costs
+        assert costs.layers[-1].activation_bytes == 512 * (2 * 512 * dtype_bytes + 1000 * of_logit)
 
 
 def test_blocks_further_ahead_are_the_head_s():

@@ -48,7 +48,25 @@ def test_defaults_are_megatrons():
 )
 def test_recomputation(flags, share):
     model = line(flags).model
-    assert model.recomputed_share == pytest.approx(share)
+    assert model.recomputed.share == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("flags", "modules"),
+    [
+        ("--recompute-modules mlp", ""),
+        ("--recompute-granularity selective", "core_attn"),
+        ("--recompute-granularity selective --recompute-modules moe_act layernorm", "moe_act layernorm"),
+        ("--moe-layer-recompute", "core_attn moe"),
+    ],
+)
+def test_modules_that_are_recomputed(flags, modules):
+    assert line(flags).model.recomputed.modules == {*modules.split()}
+
+
+def test_modules_of_a_case_are_one_word():
+    flags = ["--recompute-granularity", "selective", "--recompute-modules", "[mla_up_proj moe_act]"]
+    assert read([*SIZES, *flags]).model.recomputed.modules == {"mla_up_proj", "moe_act"}
 
 
 @pytest.mark.parametrize(

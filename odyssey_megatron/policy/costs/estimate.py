@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 
@@ -26,6 +26,10 @@ class AttentionShape:
     """Numbers per token over which scores are summed, in all heads together; the mean of queries' and values'."""
     kept: int
     """Numbers per token that its backward needs: queries, keys, values, and the output."""
+    up_weights: int = 0
+    """Of the weights, those of multi-latent attention's up projections."""
+    up_kept: int = 0
+    """Of the numbers kept, those that the up projections make: queries, keys and values."""
 
     @classmethod
     def grouped(cls, hidden_size: int, heads: int, query_groups: int, kv_channels: int) -> AttentionShape:
@@ -80,14 +84,14 @@ class AttentionShape:
         2405.04434, section 2.1).
         """
         query, value = heads * (qk_head_dim + qk_pos_emb_head_dim), heads * v_head_dim
-        asks = q_lora_rank * (hidden_size + query) if q_lora_rank else hidden_size * query
-        answers = hidden_size * (kv_lora_rank + qk_pos_emb_head_dim)
-        answers += kv_lora_rank * (heads * qk_head_dim + value)
         latents = (q_lora_rank or 0) + kv_lora_rank + qk_pos_emb_head_dim
+        up = (q_lora_rank or hidden_size) * query + kv_lora_rank * (heads * qk_head_dim + value)
         return cls(
-            weights=asks + answers + value * hidden_size,
+            weights=hidden_size * latents + up + value * hidden_size,
             score_width=(query + value) // 2,
             kept=2 * (query + value) + latents,
+            up_weights=up,
+            up_kept=2 * query + value,
         )
 
 
@@ -106,19 +110,34 @@ class Experts:
     """Hidden units of the shared experts, which every token passes."""
     parts: int = 0
     """Number of ranks over which they are spread; 0: cut like other weights."""
+    tensor_parts: int = 0
+    """Number of ranks that each have a part of the same expert; 0: all tensor-parallel ranks."""
 
 
-def recomputed(
-    granularity: str | None, method: str | None, num_layers: int | None, layers_of_stage: float
-) -> float:
-    """Return the share of layers that are run again in the backward.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """What is run again in the backward."""
 
-    The arguments are Megatron's ``--recompute-granularity``, ``-method`` and ``-num-layers``. Anything but ``full``
-    counts as nothing: it drops only what a fused attention does not keep anyway.
-    """
-    if granularity != "full":
-        return 0.0
-    return min(1.0, (num_layers or 1) / layers_of_stage) if method == "block" else 1.0
+    share: float = 0.0
+    """The share of layers that keep only their input."""
+    modules: frozenset[str] = frozenset()
+    """The parts of all layers that are run again, by Megatron's names."""
+
+    @classmethod
+    def by_flags(
+        cls,
+        granularity: str | None,
+        method: str | None,
+        num_layers: int | None,
+        layers_of_stage: float,
+        modules: Collection[str] | None,
+    ) -> Recomputed:
+        """Return what Megatron's ``--recompute-granularity``, ``-method``, ``-num-layers`` and ``-modules`` say."""
+        if granularity == "selective":
+            return cls(modules=frozenset(modules or ("core_attn",)))
+        if granularity != "full":
+            return cls()
+        return cls(share=min(1.0, (num_layers or 1) / layers_of_stage) if method == "block" else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,46 +240,46 @@ def estimated_profile(
     sequence_parallel: bool = True,
     is_tied: bool = False,
     is_gated: bool = True,  # MLPs have three products, as with SwiGLU, not two
-    recomputed_share: float = 0.0,  # share of layers that keep only their input for the backward
+    recomputed: Recomputed = Recomputed(),  # frozen
     experts: Experts | None = None,
     mtp_num_layers: int = 0,
     unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
 ) -> Profile:
     """Return the costs of a decoder-only transformer, estimated from FLOPs.
 
-    Products cost 2 FLOPs per weight and token, as does each gradient; causal scores ``2 * seq`` per token and number,
-    twice that in the input gradient. Activations are those of a fused attention (arXiv 2205.05198, 4.2).
+    Products and their gradients cost 2 FLOPs per weight and token, causal scores ``2 * seq``, in the backward twice.
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
     layer = functools.partial(_layer_cost, precision=precision, parts=tp)
+    kept_of = functools.partial(_kept, recomputed, experts, products, hidden_size, seq_length, whole, tp)
 
     def transformer(attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
-        again, forward_s, own = recomputed_share, matmul_s + scores_s, products * (spread * tp // parts)
-        kept = again * whole / 4 + (1 - again) * (whole + attention.kept + products * passed)
+        again, forward_s, own = recomputed.share, matmul_s + scores_s, products * (spread * tp // parts)
+        kept, anew = kept_of((attention, ffn, spread, passed, routed))
         held = attention.weights + hidden_size * (products * ffn + own + routed + 2)
         apart, kept = hidden_size * own * bool(experts and experts.parts), round(tokens * kept)
-        return layer((forward_s, (1 + again) * forward_s + scores_s, matmul_s), kept, held, apart)
+        backward_s = (1 + again) * forward_s + scores_s + 2 * tokens * anew / rate
+        return layer((forward_s, backward_s, matmul_s), kept, held, apart)
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
     inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
     copy_s, again = copied / _COPIED_BYTES_PER_S, inner[-1:] * mtp_num_layers
     first, last, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
-    return Profile(
-        operations=((copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*inner, last))),
-        costs=Costs(
-            layers=(first, *inner, last),
-            tied=tied,
-            message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
-            link_latency_s=link_latency_s,
-            link_bytes_per_s=link_bytes_per_s,
-            memory_bytes=memory_bytes,
-            optimizer_s_per_byte=precision.optimizer_s_per_byte(memory_bytes_per_s),
-        ),
+    costs = Costs(
+        layers=(first, *inner, last),
+        tied=tied,
+        message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
+        link_latency_s=link_latency_s,
+        link_bytes_per_s=link_bytes_per_s,
+        memory_bytes=memory_bytes,
+        optimizer_s_per_byte=precision.optimizer_s_per_byte(memory_bytes_per_s),
     )
+    operations = (copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*inner, last))
+    return Profile(operations=operations, costs=costs)
 
 
 def exchanging(
@@ -273,7 +292,7 @@ def exchanging(
     tokens: int,
     precision: Precision,
     tensor_parallel_size: int,
-    recomputed_share: float,
+    recomputed: Recomputed,
     experts: Experts | None,
     unlike: Sequence[tuple[AttentionShape, int]],
 ) -> Profile:
@@ -284,17 +303,20 @@ def exchanging(
     """
     first, *inner, last = profile.costs.layers
     shapes = _shapes(len(inner), attention, ffn_hidden_size, experts, unlike)
-    states_bytes, layers = tokens * hidden_size * precision.dtype_bytes, []
+    within_s = functools.partial(
+        links.within_layer_s,
+        experts=experts,
+        states_bytes=tokens * hidden_size * precision.dtype_bytes,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    nothing, layers = AttentionShape(weights=0, score_width=0, kept=0), []
     for layer, (own, ffn, spread, *_) in zip(inner, shapes, strict=True):
-        more_s = links.within_layer_s(
-            own,
-            ffn,
-            spread,
-            experts=experts,
-            states_bytes=states_bytes,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        backward_s = layer.input_grad_s + (1 + recomputed_share) * more_s
+        more_s, anew_s = within_s(own, ffn, spread), 0.0
+        if ("moe" if spread else "mlp") in recomputed.modules:
+            anew_s = within_s(nothing, ffn, spread)
+        elif spread and "shared_experts" in recomputed.modules:
+            anew_s = within_s(nothing, ffn, 0)
+        backward_s = layer.input_grad_s + (1 + recomputed.share) * more_s + anew_s
         layers.append(replace(layer, forward_s=layer.forward_s + more_s, input_grad_s=backward_s))
     return replace(profile, costs=replace(profile.costs, layers=(first, *layers, last)))
 
@@ -347,12 +369,15 @@ def _ends(
     passes that layer, and is a head again.
     """
     head_s, joined_s = 2 * tokens * words / rate, 4 * tokens * hidden_size**2 / rate
-    kept = tokens * (whole // 2 + words // hidden_size)
+    kept, logits = tokens * whole // 2, tokens * words // hidden_size
     tied = layer((0.0,) * 3, 0, words) if is_tied or again else None
     embedding = layer((copy_s, 0.0, copy_s), tokens, 0 if tied else words)
-    head = layer((head_s,) * 3, kept, hidden_size + (0 if is_tied else words))
+    head = layer((head_s,) * 3, kept, hidden_size + (0 if is_tied else words), logits=logits)
     joining = layer(
-        (joined_s + head_s,) * 3, kept + 4 * tokens * hidden_size, (2 * hidden_size + 3) * hidden_size
+        (joined_s + head_s,) * 3,
+        kept + 4 * tokens * hidden_size,
+        (2 * hidden_size + 3) * hidden_size,
+        logits=logits,
     )
     return embedding, _together(head, *again, *[joining] * len(again)), tied
 
@@ -384,17 +409,62 @@ def _shapes(
     return found
 
 
+def _kept(
+    recomputed: Recomputed,
+    experts: Experts | None,
+    products: int,
+    hidden_size: int,
+    seq_length: int,
+    whole: int,
+    tensor_parallel_size: int,
+    shape: tuple[AttentionShape, int, int, int, int],
+) -> tuple[float, int]:
+    """Return the numbers per token that a layer of ``shape`` (:func:`_shapes`) keeps from its forward to its backward,
+    and the weights whose products its modules compute again in the input gradient.
+
+    Attention is fused (arXiv 2205.05198, section 4.2). ``whole`` is of four hidden states, of which a layer that is
+    run again as a whole keeps one. The weight gradients of experts need a copy of each token for each expert that it
+    goes to. Ranks that have parts of the same expert all have the copy.
+
+    Modules that a layer does not have drop nothing, nor does ``core_attn``, which is fused. ``layernorm`` drops the
+    output of norms that Transformer Engine does not fuse with a product: in front of multi-latent attention, and of
+    experts. Source: core_v0.16.1 and core_v0.19.0 core/transformer (``recompute_modules``) and
+    core/models/gpt/gpt_layer_specs.py.
+    """
+    attention, shared, spread, passed, routed = shape
+    numbers, inputs = products * passed, 0
+    if experts and spread:
+        inputs = hidden_size * experts.topk * (experts.tensor_parts or tensor_parallel_size)
+    dropped = {
+        "core_attn": (0, seq_length * attention.score_width),
+        "mla_up_proj": (attention.up_kept, attention.up_weights),
+        "layernorm": (hidden_size * (bool(attention.up_kept) + bool(spread)), 0),
+    }
+    if not spread:
+        dropped["mlp"] = numbers, hidden_size * numbers
+    elif "moe" in recomputed.modules:
+        dropped["moe"] = numbers + inputs, hidden_size * (numbers + routed)
+    else:
+        dropped["moe_act"] = passed - shared, 0
+        dropped["shared_experts"] = products * shared, hidden_size * products * shared
+    found = [dropped[one] for one in recomputed.modules if one in dropped]
+    kept = whole + attention.kept + numbers + inputs - sum(one for one, _ in found)
+    share = recomputed.share
+    return share * whole / 4 + (1 - share) * kept, sum(weights for _, weights in found)
+
+
 def _layer_cost(
     times: tuple[float, float, float],
     kept: int,
     weights: int,
     of_experts: int = 0,
     *,
+    logits: int = 0,
     precision: Precision,
     parts: int,
 ) -> LayerCost:
     """Return the cost of one of ``parts`` of a layer that has ``weights`` parameters and keeps ``kept`` activation
-    numbers. ``of_experts``: those of the parameters that are of experts spread over ranks.
+    numbers, ``logits`` not among them. ``of_experts``: those of the parameters that are of experts spread over ranks.
     """
     kept, weights = kept // parts, weights // parts
     dtype_bytes, optimizer = precision.dtype_bytes, precision.optimizer_bytes
@@ -403,7 +473,10 @@ def _layer_cost(
         forward_s=forward_s,
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,
-        activation_bytes=kept * dtype_bytes,
+        # Megatron's cross entropy keeps the exponentials of logits in float32, and so does its native fusion
+        # (core/tensor_parallel/cross_entropy.py, core/fusions/fused_cross_entropy.py). Transformer Engine's may keep
+        # fewer bytes.
+        activation_bytes=kept * dtype_bytes + logits // parts * max(4, dtype_bytes),
         weight_bytes=dtype_bytes * weights,
         expert_bytes=dtype_bytes * (of_experts // parts),
         gradient_bytes=max(precision.gradient_bytes, dtype_bytes) * weights,
