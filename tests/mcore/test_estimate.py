@@ -195,3 +195,36 @@ def test_layers_of_a_hybrid_model(megatron):
     assert sum(ours == theirs for ours, theirs in both) > 0.9 * len(both)
     with pytest.raises(ConfigError, match="has layers G"):
         launch_line.read([*SIZES.split(), "--spec", "a", "--hybrid-override-pattern", "G*"])
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.mark.parametrize("changes", [{}, FULL], ids=["plain", "recomputed"])
+def test_plans_count_what_is_kept_for_weight_gradients(make_model, changes):
+    """A layer that is run again keeps its input alone before that, and afterwards as much as any other."""
+    from odyssey_megatron.config import OdysseyConfig
+    from odyssey_megatron.mcore.estimate import estimate
+
+    model = make_model(alone=True, num_layers=2, config=changes)
+    last = model.spec.num_layers
+    model.compute.forward(0, 0, last, None)
+    model.compute.input_grad(0, 0, last, None)
+    ((_, flight),) = model.compute._flights.items()
+    weights = {id(one) for layer in (1, 2) for one in model.holdings.held[layer].parameters()}
+    pending = [one for one in flight.weight_grads._pending if id(one.weight) in weights]
+    storages = {one.untyped_storage() for of in pending for one in (of.input, of.grad_output)}
+    kept = {one.data_ptr(): one.nbytes() for one in storages}
+    planned = estimate(
+        model.spec.config,
+        OdysseyConfig(device="cpu"),
+        seq_length=16,
+        micro_batch_size=1,
+        vocab_size=VOCAB,
+    ).costs.spans
+    assert planned.activation_bytes(1, 3) - planned.early_bytes(1, 3) == pytest.approx(
+        sum(kept.values()), rel=0.02
+    )
+    config, before = model.spec.config, planned.activation_bytes(1, 3)
+    its_inputs = 2 * 16 * config.hidden_size * config.params_dtype.itemsize
+    assert before == (its_inputs if changes else sum(kept.values()))

@@ -259,11 +259,12 @@ def estimated_profile(
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
         again, forward_s, own = recomputed.share, matmul_s + scores_s, products * (spread * tp // parts)
-        kept, anew = kept_of((attention, ffn, spread, passed, routed))
+        kept, again_kept, anew = kept_of((attention, ffn, spread, passed, routed))
         held = attention.weights + hidden_size * (products * ffn + own + routed + 2)
-        apart, kept = hidden_size * own * bool(experts and experts.parts), round(tokens * kept)
+        apart = hidden_size * own * bool(experts and experts.parts)
         backward_s = (1 + again) * forward_s + scores_s + 2 * tokens * anew / rate
-        return layer((forward_s, backward_s, matmul_s), kept, held, apart)
+        numbers = round(tokens * kept)
+        return layer((forward_s, backward_s, matmul_s), numbers, held, apart, late=round(tokens * again_kept))
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
     inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
@@ -418,9 +419,10 @@ def _kept(
     whole: int,
     tensor_parallel_size: int,
     shape: tuple[AttentionShape, int, int, int, int],
-) -> tuple[float, int]:
+) -> tuple[float, float, int]:
     """Return the numbers per token that a layer of ``shape`` (:func:`_shapes`) keeps from its forward to its backward,
-    and the weights whose products its modules compute again in the input gradient.
+    those that it keeps besides from its input gradient to its weight gradient, as it has computed them again, and the
+    weights whose products its modules compute again in the input gradient.
 
     Attention is fused (arXiv 2205.05198, section 4.2). ``whole`` is of four hidden states, of which a layer that is
     run again as a whole keeps one. The weight gradients of experts need a copy of each token for each expert that it
@@ -448,9 +450,9 @@ def _kept(
         dropped["moe_act"] = passed - shared, 0
         dropped["shared_experts"] = products * shared, hidden_size * products * shared
     found = [dropped[one] for one in recomputed.modules if one in dropped]
-    kept = whole + attention.kept + numbers + inputs - sum(one for one, _ in found)
-    share = recomputed.share
-    return share * whole / 4 + (1 - share) * kept, sum(weights for _, weights in found)
+    most, share = whole + attention.kept + numbers + inputs, recomputed.share
+    kept = share * whole / 4 + (1 - share) * (most - sum(one for one, _ in found))
+    return kept, most - kept, sum(weights for _, weights in found)
 
 
 def _layer_cost(
@@ -460,23 +462,27 @@ def _layer_cost(
     of_experts: int = 0,
     *,
     logits: int = 0,
+    late: int = 0,
     precision: Precision,
     parts: int,
 ) -> LayerCost:
     """Return the cost of one of ``parts`` of a layer that has ``weights`` parameters and keeps ``kept`` activation
     numbers, ``logits`` not among them. ``of_experts``: those of the parameters that are of experts spread over ranks.
+    ``late``: the numbers that it keeps besides from the input gradient on.
     """
     kept, weights = kept // parts, weights // parts
     dtype_bytes, optimizer = precision.dtype_bytes, precision.optimizer_bytes
     forward_s, input_grad_s, weight_grad_s = times
+    # Megatron's cross entropy keeps the exponentials of logits in float32, and so does its native fusion
+    # (core/tensor_parallel/cross_entropy.py, core/fusions/fused_cross_entropy.py). Transformer Engine's may keep fewer
+    # bytes.
+    logit_bytes = logits // parts * max(4, dtype_bytes)
     return LayerCost(
         forward_s=forward_s,
         input_grad_s=input_grad_s,
         weight_grad_s=weight_grad_s,
-        # Megatron's cross entropy keeps the exponentials of logits in float32, and so does its native fusion
-        # (core/tensor_parallel/cross_entropy.py, core/fusions/fused_cross_entropy.py). Transformer Engine's may keep
-        # fewer bytes.
-        activation_bytes=kept * dtype_bytes + logits // parts * max(4, dtype_bytes),
+        activation_bytes=kept * dtype_bytes + logit_bytes,
+        early_bytes=-(late // parts * dtype_bytes),
         weight_bytes=dtype_bytes * weights,
         expert_bytes=dtype_bytes * (of_experts // parts),
         gradient_bytes=max(precision.gradient_bytes, dtype_bytes) * weights,
