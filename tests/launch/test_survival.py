@@ -82,9 +82,11 @@ def started(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("respawn", [0, pytest.param(1, marks=pytest.mark.matrix)])
-def test_ranks_that_are_killed_before_any_has_spoken(toy, tmp_path, respawn):
-    job = toy(4, "--steps", 20, "--late", tmp_path / "speak", "--odyssey-respawn", respawn)
+def test_ranks_that_are_killed_before_they_have_spoken(toy, tmp_path, respawn):
+    late = ("--late", tmp_path / "speak", "--late-rank", 0)
+    job = toy(4, "--steps", 20, *late, "--odyssey-respawn", respawn)
     wait_for(lambda: len(started(tmp_path / "run")) == 4, 20, "all ranks are started")
+    time.sleep(1.0)  # by now the others have joined
     for rank in (0, 3, 0):
         killed_anew(tmp_path / "run", rank)
     (tmp_path / "speak").touch()
@@ -108,13 +110,27 @@ def test_a_rank_that_is_killed_while_it_waits_for_others_to_speak(toy, tmp_path,
 
 @pytest.mark.matrix
 def test_a_rank_that_is_killed_each_time_it_is_started(toy, tmp_path):
-    job = toy(2, "--pipeline", 1, "--steps", 20, "--late", tmp_path / "speak")
+    job = toy(2, "--pipeline", 1, "--steps", 20, "--late", tmp_path / "speak", "--late-rank", 1)
     wait_for(lambda: len(started(tmp_path / "run")) == 2, 20, "all ranks are started")
+    time.sleep(1.0)  # by now the other one has joined
     for _ in range(3):
         killed_anew(tmp_path / "run", 1)
     os.kill([e["pid"] for e in events(tmp_path / "run", "rank_started")][-1], signal.SIGKILL)
     assert job.wait(20) == 1, job.log()
     assert "rank 1 ended with exit code -9 before training started" in job.log()
+
+
+def test_a_rank_of_a_script_that_does_not_know_odyssey_is_not_started_anew(server, tmp_path):
+    """The others have met it by ways of their own, and would wait for it without end."""
+    script, run = tmp_path / "plain.py", tmp_path / "run"
+    script.write_text("import time\ntime.sleep(600)\n")
+    where = ["--odyssey-device", "cpu", "--odyssey-run-dir", run]
+    job = server.run(["--nproc-per-node", 2, script, *where], log=tmp_path / "log")
+    wait_for(lambda: len(started(run)) == 2, 20, "all ranks are started")
+    os.kill(pid_of(run, 0), signal.SIGKILL)
+    assert job.wait(20) == 1, job.log()
+    assert "rank 0 ended with exit code -9; the script never joined the job" in job.log()
+    assert started(run) == [0, 1]
 
 
 def test_two_at_once_make_one_decision_or_two(toy, tmp_path):

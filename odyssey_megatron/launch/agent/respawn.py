@@ -1,7 +1,8 @@
 """Starts dead ranks of a node again: anew if the job has not begun; otherwise they join it.
 
 A rank that is killed before it has met any other, and before there is a plan, is not missed by the others, who still
-wait for all ranks. It is started anew in its own place, with or without ``--odyssey-respawn``.
+wait for all ranks. It is started anew in its own place, with or without ``--odyssey-respawn``. The ranks of a script
+that does not know Odyssey have met by ways of their own, so that none of them is.
 
 A rank that has used up its starts (``lives.py``) is given up, and so is its GPU as far as this agent can tell; see
 ``places.py``. People who know that the GPU works again say so (``odyssey readmit``).
@@ -103,6 +104,8 @@ class Respawn:
     def unmissed(self, rank: int, code: int) -> bool:
         """Whether the end of ``rank`` with ``code`` need not be reported, as it starts anew before the job begins."""
         if not self._lives.may_begin_anew(rank, code, time.monotonic()):
+            return False
+        if keys.is_stranger(self._control, self._config.mode):
             return False
         world_size = int(next(iter(self._context.envs.values()))["WORLD_SIZE"])
         planned = self._control.has([keys.digest_key(one) for one in range(world_size)])

@@ -50,7 +50,13 @@ from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.control import Control, EventReader
 from odyssey_megatron.launch.wire.leases import Leases
-from odyssey_megatron.launch.wire.verdict import JobVerdict, after_training, before_training, by_signal
+from odyssey_megatron.launch.wire.verdict import (
+    JobVerdict,
+    after_training,
+    before_training,
+    by_signal,
+    lost_before_training,
+)
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.checking.units import check_units
@@ -127,7 +133,7 @@ class Coordinator:
     ):
         self._control, self._queue, self._planner = control, events, planner
         self._journal, self._say = journal, say
-        self._observes = config.mode == "observe"
+        self._mode = config.mode
         self._world_size = len(nodes)
         of_rank = tuple(nodes[rank] for rank in sorted(nodes))
         self._job = JobState(cluster=initial_state(nodes=of_rank, started_s=time.monotonic()), nodes=of_rank)
@@ -148,7 +154,7 @@ class Coordinator:
         gc.freeze()  # imported modules stay anyway, and a collection during a decision would take 0.1 s for them
         try:
             verdict = self._await_job() or (
-                self._observe() if self._observes else self._start() or self._train()
+                self._observe() if self._mode == "observe" else self._start() or self._train()
             )
         except ControlPlaneLost:
             return None
@@ -176,13 +182,18 @@ class Coordinator:
                 # These ranks died after all had posted: for their agents, too, the job was running by then.
                 self._unheard = found
                 return None
+            stranger = bool(found) and keys.is_stranger(self._control, self._mode)
             for event in found:
                 if isinstance(event, NodeLost):
-                    return JobVerdict(code=1, why=f"node {event.node} was lost before training started.")
+                    lost = lost_before_training(f"node {event.node} was lost", stranger=stranger)
+                    return JobVerdict(code=1, why=lost)
                 if isinstance(event, RankDied):
                     exits = {**self._job.exits, event.rank: event.code}
                     self._job = replace(self._job, exits=exits)
-                    if verdict := before_training(event.rank, exits, self._world_size, self._refused()):
+                    refused = self._refused()
+                    if verdict := before_training(
+                        event.rank, exits, self._world_size, refused, stranger=stranger
+                    ):
                         return verdict
         return None
 

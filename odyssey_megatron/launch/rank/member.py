@@ -188,6 +188,7 @@ class Member:
             )
             for _ in range(2)
         )
+        control.put(keys.CONTACT, "")
         return cls(
             rank=rank,
             world_size=int(env["WORLD_SIZE"]),

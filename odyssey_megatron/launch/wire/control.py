@@ -34,6 +34,8 @@ and others were connected to it.
 EVENTS = "events"
 """Queue of events, read by the coordinator only. FIFO: see ``Control.send``."""
 JOB = "job"
+CONTACT = "contact"
+"""Set by each rank that joins the job, before it says for what; see :func:`is_stranger`."""
 OTHER_JOB = "job/other"
 """What the first rank whose job differs from that of rank 0 was started for."""
 JOB_NAME = "name"
@@ -56,6 +58,11 @@ _BATCH_BYTES = 2**15
 whenever more of it has come, so 24 MB take 24 s in one message, and 0.2 s in parts of up to 100 KB (measured with torch
 2.13, libuv).
 """
+
+
+def is_stranger(control: Control, mode: str) -> bool:
+    """Whether the job's script may know nothing of Odyssey: ``--odyssey`` is ``mode``, and no rank has joined."""
+    return mode == "off" and not control.has([CONTACT])
 
 
 def generation_key(number: int) -> str:

@@ -73,8 +73,15 @@ def by_signal(verdict: JobVerdict, exits: Mapping[int, int]) -> JobVerdict:
     return replace(verdict, code=128 + number, why=f"{why} To end a job, send it to 'odyssey run'.")
 
 
+def lost_before_training(what: str, *, stranger: bool) -> str:
+    """Return in words that the job ends by ``what``. ``stranger``: see :func:`control.is_stranger`."""
+    if stranger:  # it may have trained for days
+        return f"{what}; the script never joined the job (is --odyssey missing?)."
+    return f"{what} before training started. Nothing was trained."
+
+
 def before_training(
-    rank: int, exits: Mapping[int, int], world_size: int, refused: str | None
+    rank: int, exits: Mapping[int, int], world_size: int, refused: str | None, *, stranger: bool
 ) -> JobVerdict | None:
     """Return the verdict, if there is one, when a rank has ended before the job began.
 
@@ -82,6 +89,7 @@ def before_training(
         rank: The rank that has ended last.
         exits: The exit codes so far, by rank; ``rank`` is among them.
         refused: The message of a rank that refuses to train.
+        stranger: See :func:`control.is_stranger`.
     """
     code = exits[rank]
     if code == 0:  # a script that never joins a job: torchrun's rules
@@ -90,7 +98,7 @@ def before_training(
         return JobVerdict(code=_UNPRINTED[code], why=refused or "")
     return JobVerdict(
         code=code if code > 0 else 1,
-        why=f"rank {rank} ended with exit code {code} before training started. Nothing was trained. {SAYS_WHY}",
+        why=f"{lost_before_training(f'rank {rank} ended with exit code {code}', stranger=stranger)} {SAYS_WHY}",
     )
 
 
