@@ -25,6 +25,22 @@ DEVICES = ("cuda", "cpu")
 BACKENDS = ("auto", "gloo")
 ON_SIGTERM = ("auto", "save", "leave", "stop")
 
+_OTHER_VARIABLES = frozenset(
+    f"ODYSSEY_{one}"
+    for one in (
+        "TOKEN",
+        "PAGE_TOKEN",
+        "PRELOAD",
+        "JOB",
+        "PARENT_PID",
+        "HEARTBEAT",
+        "SLOT",
+        "INCARNATION",
+        "CELL_SIZE",
+    )
+)
+"""Variables that are no settings: secrets, a flag of the launcher's, and what an agent tells its ranks."""
+
 
 def policies() -> tuple[str, ...]:
     """Return the values of ``--odyssey-policy``: ``auto``, and each policy that may be asked for by name."""
@@ -278,6 +294,11 @@ class OdysseyConfig:
         _check(self)
 
     @property
+    def given(self) -> list[str]:
+        """The flags of the settings that are not the defaults."""
+        return [flag_of(one) for one in fields(self) if getattr(self, one.name) != one.default]
+
+    @property
     def least_holders(self) -> int:
         """The least number of holders of each layer; see ``JobSpec.least_holders``."""
         return 0 if self.redundancy == "off" else 1 + self.redundancy_level
@@ -351,6 +372,13 @@ def flag_of(setting: Field[Any]) -> str:
 def variable_of(setting: Field[Any]) -> str:
     """Return the environment variable of a setting."""
     return flag_of(setting).removeprefix("--").replace("-", "_").upper()
+
+
+def strange_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return each ``ODYSSEY_…`` variable that is not known, with the setting's variable that may be meant, or ""."""
+    settings = [variable_of(one) for one in fields(OdysseyConfig)]
+    strange = {one for one in environ if one.startswith("ODYSSEY_")} - {*settings, *_OTHER_VARIABLES}
+    return {one: nearest(one, settings) for one in sorted(strange)}
 
 
 def choices_of(setting: Field[Any]) -> tuple[str, ...]:

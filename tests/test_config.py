@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields
 
 import pytest
 
 from odyssey_megatron import errors
-from odyssey_megatron.config import OdysseyConfig, add_arguments, config_from, config_from_argv, flag_of
+from odyssey_megatron.config import (
+    OdysseyConfig,
+    add_arguments,
+    config_from,
+    config_from_argv,
+    flag_of,
+    strange_variables,
+)
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.faults import (
     INJECTION_POINTS,
@@ -156,6 +164,14 @@ def test_a_bad_variable_is_named():
         match="variable ODYSSEY_HANG_S: a number from 0.001 to 1,000,000 is expected, found 'soon'",
     ):
         config_from(argparse.Namespace(), {"ODYSSEY_HANG_S": "soon"})
+
+
+def test_no_variable_of_its_own_is_unknown(checkout):
+    named = set[str]()
+    for path in (checkout / "odyssey_megatron").rglob("*.py"):
+        named |= set(re.findall(r'"(ODYSSEY_[A-Z_]+)"', path.read_text()))
+    assert "ODYSSEY_SLOT" in named
+    assert strange_variables(dict.fromkeys(named, "")) == {}
 
 
 def test_injections_are_parsed():

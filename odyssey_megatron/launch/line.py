@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from odyssey_megatron.config import OdysseyConfig, add_arguments
+from odyssey_megatron.config import OdysseyConfig, add_arguments, strange_variables
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, Between, Parser
 from odyssey_megatron.launch.process import signals
@@ -72,6 +72,18 @@ def parse(argv: Sequence[str], prog: str) -> Any:
         if getattr(args, dest) != parser.get_default(dest):
             say(f"[odyssey] --{dest.replace('_', '-')} changes nothing here: {why}.")
     return args
+
+
+def say_what_is_ignored(config: OdysseyConfig) -> None:
+    """Tell people of settings and variables that change nothing here."""
+    if config.mode == "off" and config.given:
+        say(
+            f"[odyssey] {', '.join(config.given)}: given without --odyssey, so that a Megatron-LM job does not survive "
+            "any loss. Only a script that joins the job by itself (TrainingJob) needs no --odyssey."
+        )
+    for name, meant in strange_variables(os.environ).items():
+        is_meant = f"; is {meant} meant?" if meant else "."
+        say(f"[odyssey] the variable {name} is unknown and changes nothing{is_meant}")
 
 
 def _refuse(parser: Any, message: str) -> NoReturn:

@@ -85,6 +85,28 @@ def test_who_waits_for_a_verdict_does_not_warn_of_it(monkeypatch):
     assert shim.os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
 
 
+def ignored(capsys, **settings) -> list[str]:
+    line.say_what_is_ignored(OdysseyConfig(**settings))
+    return capsys.readouterr().err.splitlines()
+
+
+def test_settings_without_odyssey_are_told(capsys):
+    """It is easily forgotten, and the job would be lost with the first rank."""
+    (said,) = ignored(capsys, respawn=1, run_dir="here")
+    assert said.startswith("[odyssey] --odyssey-run-dir, --odyssey-respawn: given without --odyssey")
+    assert not ignored(capsys)
+    assert not ignored(capsys, mode="recover", respawn=1)
+
+
+def test_a_misspelled_variable_is_told(capsys, monkeypatch):
+    for name in ("ODYSSEY_REDUNDENCY", "ODYSSEY_MINE", "ODYSSEY_RESPAWN", "ODYSSEY_TOKEN", "ODYSSEYS"):
+        monkeypatch.setenv(name, "1")
+    assert ignored(capsys) == [
+        "[odyssey] the variable ODYSSEY_MINE is unknown and changes nothing.",
+        "[odyssey] the variable ODYSSEY_REDUNDENCY is unknown and changes nothing; is ODYSSEY_REDUNDANCY meant?",
+    ]
+
+
 @pytest.mark.parametrize("version", ["2.8.0+cu128", "2.10.1", "1.13"])
 def test_an_old_torch_is_refused_before_anything_starts(version):
     with pytest.raises(ConfigError, match=r"torch \S+ is too old: Odyssey needs 2\.11"):
