@@ -106,7 +106,15 @@ def _host(
         say(f"[odyssey] hosting a job of {nodes} node(s), which meet at {config.job_host}.")
         with Received().handled() as signals:
             hosting.begin(verdict, connect(), connect, journal, nodes=nodes)
-            asking = Asking(how, journal, who="the job's host", hosts=True, others=others, ends=lambda: False)
+            asking = Asking(
+                how,
+                journal,
+                who="the job's host",
+                hosts=True,
+                others=others,
+                ends=lambda: False,
+                joining=lambda: False,
+            )
             _await(verdict, signals, lambda: asking.heed(_NoRanks(signals), verdict, control))
         final = verdict.value or JobVerdict(code=1, nodes=others)
         hosting.part(control, final, time.monotonic())

@@ -193,6 +193,21 @@ def test_a_node_that_was_started_for_another_job_makes_room_for_the_right_one(ap
     assert "cannot join" not in right.log()
 
 
+def test_a_node_that_has_not_joined_yet_is_told_to_end(apart, tmp_path):
+    """Its part in the job has not begun: the others go on, and another agent may take its place."""
+    apart.nodes[1].kill()
+    wait_for(lambda: events(apart.run_dir, "failure_detected"), 20, "the loss of the node")
+    other = apart.start("join", 1, 2, "--late", tmp_path / "speak", log="other")
+    wait_for(lambda: len(events(apart.run_dir, "rank_started")) == 6, 20, "its ranks")
+    os.kill(other.pid, signal.SIGTERM)
+    assert other.wait(20) == 128 + signal.SIGTERM, other.log()
+    assert other.log().count("this node does not join the job, as SIGTERM came to the agent of node 1") == 1
+    right = apart.start("join", 1)
+    wait_for(lambda: len(events(apart.run_dir, "rank_started")) == 8, 20, "its ranks")
+    (tmp_path / "go").touch()
+    assert right.wait(30) == apart.nodes[0].wait(30) == apart.host.wait(30) == 0, right.log()
+
+
 def test_the_host_of_a_job_is_killed(apart):
     pids = [pid_of(apart.run_dir, rank) for rank in range(4)]
     apart.host.kill()

@@ -249,12 +249,20 @@ class OdysseyAgent(LocalElasticAgent):
             verdict.guard("host", lambda: host.await_loss(port))
         others = tuple(range(0 if launch.config.job_host else 1, nodes))
         who, hosts = f"the agent of node {node}", self._hosting is not None
-        ask = Asking(launch.on_signal, journal, who=who, hosts=hosts, others=others, ends=lambda: host.ends)
+        ask = Asking(
+            launch.on_signal,
+            journal,
+            who=who,
+            hosts=hosts,
+            others=others,
+            ends=lambda: host.ends,
+            joining=lambda: self._is_joining(control),
+        )
 
         def heed() -> None:
             ask.heed(ranks, verdict, control)
             requests.answer(ranks.readmit)
-            if launch.joins and ranks.refused is not None:
+            if ranks.refused is not None:
                 self._turn_back(ranks, verdict, control)
 
         try:
@@ -271,11 +279,18 @@ class OdysseyAgent(LocalElasticAgent):
         say(f"[odyssey] {why}")
         verdict.give(JobVerdict(code=1, why=why))
 
+    def _is_joining(self, control: Control) -> bool:
+        """Whether this agent takes a lost node's place, and none of its ranks has joined yet."""
+        workers = self._worker_group.workers
+        return self._launch.joins and not any(
+            control.said(keys.joined_key(one.global_rank)) for one in workers
+        )
+
     def _turn_back(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
         """End this node's part if a rank was refused before any has joined: another agent may take its place then."""
         group = self._worker_group
         rank, ranks.refused = ranks.refused, None
-        if any(control.said(keys.joined_key(worker.global_rank)) for worker in group.workers):
+        if not self._is_joining(control):
             return
         why = _REFUSED.format(node=group.group_rank, rank=rank, says_why=SAYS_WHY)
         say(f"[odyssey] {why}")

@@ -41,7 +41,7 @@ class Asking:
     leave, it ends this node's part in the job, as batch systems that take a node away send two signals.
 
     If no rank of this node listens (none is left, or they are about to join), the ranks of other nodes are asked to
-    end.
+    end. While an agent that takes a lost node's place has no rank in the job, a signal to it ends this agent only.
 
     Args:
         how: ``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``.
@@ -49,6 +49,7 @@ class Asking:
         hosts: Whether that process also hosts the job, so that it stays when its ranks leave.
         others: Nodes that are to hear of an end, besides the one where the job is hosted.
         ends: Says whether an agent whose own ranks do not listen has been asked to end the job.
+        joining: Says whether this agent takes a lost node's place, and none of its ranks has joined yet.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Asking:
         hosts: bool,
         others: tuple[int, ...],
         ends: Callable[[], bool],
+        joining: Callable[[], bool],
     ):
         self._how, self._journal, self._who, self._hosts, self._others = how, journal, who, hosts, others
-        self._ends = ends
+        self._ends, self._joining = ends, joining
         self._asked, self._told = Ask.NOTHING, False
         """What the ranks were asked for, and whether a signal has come here. The ranks may be asked without a signal
         here, when the end was requested elsewhere.
@@ -81,14 +83,19 @@ class Asking:
 
     def _heed_signal(self, number: signal.Signals, ranks: Ranks, control: Control) -> JobVerdict | None:
         """Ask the ranks for what this signal asks for; return a verdict if it ends the job here at once."""
+        if self._joining():
+            return _leaves(
+                ranks, number, f"this node does not join the job, as {number.name} came to {self._who}."
+            )
         first, self._told = not self._told, True
         how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
         self._journal.event("asked", signal=number.name, how=how, echo=True)
         if how == "stop" and self._asked == Ask.LEAVE and not self._hosts:
-            why = f"this node leaves the job at once, as {number.name} has come again to {self._who}."
-            say(f"[odyssey] {why}")
-            ranks.give_up()
-            return JobVerdict(code=128 + number, why=why, terminate_s=0.0)
+            return _leaves(
+                ranks,
+                number,
+                f"this node leaves the job at once, as {number.name} has come again to {self._who}.",
+            )
         if how == "stop":
             why = f"the job was ended by {number.name} to {self._who}."
             say(f"[odyssey] {why}")
@@ -107,3 +114,10 @@ class Asking:
         if self._asked == Ask.END:
             control.put(keys.END, "")  # the ranks of this node may only be standing by, and not listen
         return None
+
+
+def _leaves(ranks: Ranks, number: signal.Signals, why: str) -> JobVerdict:
+    """Return the verdict for this node only, with which its ranks are killed; the job goes on."""
+    say(f"[odyssey] {why}")
+    ranks.give_up()
+    return JobVerdict(code=128 + number, why=why, terminate_s=0.0)
