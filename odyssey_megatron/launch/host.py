@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     with tap.before(1, 2):
         args = line.parse(argv, "odyssey host")
         config = config_from_argv(args.training_script_args)
-        line.say_what_is_ignored(config)
+        line.say_what_is_ignored(config, args.training_script)
         if not config.job_host:
             raise ConfigError(_NOWHERE)
         nodes, token = line.number_of_nodes(args), line.token(several=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from odyssey_megatron.config import OdysseyConfig, add_arguments, strange_variables
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.inputs import COUNT, Between, Parser
+from odyssey_megatron.inputs import COUNT, Between, Parser, read_text
 from odyssey_megatron.launch.process import signals
 from odyssey_megatron.metrics.outlet import say
 
@@ -74,16 +74,24 @@ def parse(argv: Sequence[str], prog: str) -> Any:
     return args
 
 
-def say_what_is_ignored(config: OdysseyConfig) -> None:
-    """Tell people of settings and variables that change nothing here."""
-    if config.mode == "off" and config.given:
+def say_what_is_ignored(config: OdysseyConfig, script: str) -> None:
+    """Tell people of settings and variables that change nothing for ``script``."""
+    if config.mode == "off" and config.given and not _joins_by_itself(script):
         say(
-            f"[odyssey] {', '.join(config.given)}: given without --odyssey, so that a Megatron-LM job does not survive "
-            "any loss. Only a script that joins the job by itself (TrainingJob) needs no --odyssey."
+            f"[odyssey] {', '.join(config.given)}: given without --odyssey, so that the job does not survive any loss. "
+            "Only a script that joins the job by itself (TrainingJob) needs no --odyssey."
         )
     for name, meant in strange_variables(os.environ).items():
         is_meant = f"; is {meant} meant?" if meant else "."
         say(f"[odyssey] the variable {name} is unknown and changes nothing{is_meant}")
+
+
+def _joins_by_itself(script: str) -> bool:
+    """Whether ``script`` names this package, or cannot be read, as where it is a module."""
+    try:
+        return "odyssey_megatron" in read_text(script)
+    except ValueError:
+        return True
 
 
 def _refuse(parser: Any, message: str) -> NoReturn:

@@ -37,7 +37,7 @@ def _run(argv: Sequence[str], joins: bool) -> int:
     prepare_environment(os.environ)
     args = line.parse(argv, "odyssey join" if joins else "odyssey run")
     config = config_from_argv(args.training_script_args)
-    line.say_what_is_ignored(config)
+    line.say_what_is_ignored(config, args.training_script)
     nodes = line.number_of_nodes(args)
     if args.node_rank >= nodes:
         raise ConfigError(

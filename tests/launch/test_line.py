@@ -85,23 +85,27 @@ def test_who_waits_for_a_verdict_does_not_warn_of_it(monkeypatch):
     assert shim.os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
 
 
-def ignored(capsys, **settings) -> list[str]:
-    line.say_what_is_ignored(OdysseyConfig(**settings))
+def ignored(capsys, script: str, **settings) -> list[str]:
+    line.say_what_is_ignored(OdysseyConfig(**settings), script)
     return capsys.readouterr().err.splitlines()
 
 
-def test_settings_without_odyssey_are_told(capsys):
+def test_settings_without_odyssey_are_told(capsys, tmp_path):
     """It is easily forgotten, and the job would be lost with the first rank."""
-    (said,) = ignored(capsys, respawn=1, run_dir="here")
+    (script := tmp_path / "pretrain_gpt.py").write_text("from megatron.training import pretrain")
+    (own := tmp_path / "own.py").write_text("from odyssey_megatron.mcore.plugin import Session")
+    (said,) = ignored(capsys, str(script), respawn=1, run_dir="here")
     assert said.startswith("[odyssey] --odyssey-run-dir, --odyssey-respawn: given without --odyssey")
-    assert not ignored(capsys)
-    assert not ignored(capsys, mode="recover", respawn=1)
+    assert not ignored(capsys, str(script))
+    assert not ignored(capsys, str(script), mode="recover", respawn=1)
+    for joins in (str(own), "a.module"):
+        assert not ignored(capsys, joins, respawn=1)
 
 
 def test_a_misspelled_variable_is_told(capsys, monkeypatch):
     for name in ("ODYSSEY_REDUNDENCY", "ODYSSEY_MINE", "ODYSSEY_RESPAWN", "ODYSSEY_TOKEN", "ODYSSEYS"):
         monkeypatch.setenv(name, "1")
-    assert ignored(capsys) == [
+    assert ignored(capsys, "script.py") == [
         "[odyssey] the variable ODYSSEY_MINE is unknown and changes nothing.",
         "[odyssey] the variable ODYSSEY_REDUNDENCY is unknown and changes nothing; is ODYSSEY_REDUNDANCY meant?",
     ]
