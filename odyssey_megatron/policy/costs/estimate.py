@@ -259,12 +259,11 @@ def estimated_profile(
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
         again, forward_s, own = recomputed.share, matmul_s + scores_s, products * (spread * tp // parts)
-        kept, again_kept, anew = kept_of((attention, ffn, spread, passed, routed))
+        kept, late, anew = kept_of((attention, ffn, spread, passed, routed))
         held = attention.weights + hidden_size * (products * ffn + own + routed + 2)
         apart = hidden_size * own * bool(experts and experts.parts)
-        backward_s = (1 + again) * forward_s + scores_s + 2 * tokens * anew / rate
-        numbers = round(tokens * kept)
-        return layer((forward_s, backward_s, matmul_s), numbers, held, apart, late=round(tokens * again_kept))
+        back_s = (1 + again) * forward_s + scores_s + 2 * tokens * anew / rate
+        return layer((forward_s, back_s, matmul_s), round(tokens * kept), held, apart, round(tokens * late))
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
     inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
@@ -460,9 +459,9 @@ def _layer_cost(
     kept: int,
     weights: int,
     of_experts: int = 0,
+    late: int = 0,
     *,
     logits: int = 0,
-    late: int = 0,
     precision: Precision,
     parts: int,
 ) -> LayerCost:
