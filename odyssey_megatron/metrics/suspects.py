@@ -46,7 +46,7 @@ def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
     """Return the suspects, those to exclude first.
 
     A node is to be excluded if it was lost, computed wrong numbers, or has a slow rank or network now; or if
-    in two incidents its ranks died, or were so slow that they were replaced.
+    in two incidents its ranks died, or were so slow that they were replaced. Injected deaths do not count.
     """
     found, nodes = _Evidence(), nodes_of(events)
     _incidents(events, found)
@@ -117,10 +117,11 @@ def _death(
         if cause not in ("cell", "corrupt") and code != EXIT_FENCED and code not in ENDS_OF_JOB:
             hit.setdefault(nodes.get(rank, "?"), {})[rank] = cause
     for node, ranks in hit.items():
-        asked = " (injected)" if not ranks.keys().isdisjoint(injected) else ""
+        asked = not ranks.keys().isdisjoint(injected)
         cause = ",".join(sorted({*ranks.values()}))
         lost = f"rank(s) {', '.join(map(str, ranks))} lost in generation {event['generation']}"
-        found.add(node, f"{lost}: {cause}{asked}", incident=True, certain=cause == "node")
+        why = f"{lost}: {cause}{' (injected)' * asked}"
+        found.add(node, why, incident=not asked, certain=cause == "node" and not asked)
 
 
 def _slowness(events: Sequence[JournalEvent], nodes: Mapping[int, str], found: _Evidence) -> None:

@@ -68,7 +68,9 @@ def _training(state: Live) -> Iterator[Any]:
 
 def _goodput(state: Live) -> Iterator[Any]:
     worth = state.goodput
-    yield from _gauge("elapsed_seconds", "Since the launch, to the last step", worth.elapsed_s)
+    yield from _gauge(
+        "elapsed_seconds", "Since the launch, to the newest line of the journal", worth.elapsed_s
+    )
     yield from _gauge("productive_seconds", "Ideal step times of all steps", worth.productive_s)
     yield from _gauge("goodput_ratio", "Productive of elapsed seconds", worth.share)
     seconds = GaugeMetricFamily(

@@ -138,8 +138,8 @@ def test_who_is_slow_now_with_the_evidence(runs):
     assert {one.worker: one.slowness for one in state.standing.places if one.slowness != 1.0} == {
         0: None, 3: None, 5: None, 6: 2.0
     }  # fmt: skip
-    assert {one.node for one in state.suspects if one.is_to_exclude} == {"host0", "host1"}
-    assert "rank 6 is slow: it takes twice the time" in state.suspects[1].evidence
+    assert {one.node for one in state.suspects if one.is_to_exclude} == {"host1"}
+    assert "rank 6 is slow: it takes twice the time" in state.suspects[0].evidence
     first = state.costs[0]
     assert (first.first, first.last, first.kind) == (0, 4, "forward")
 
@@ -215,6 +215,21 @@ def test_a_node_is_not_suspected_for_what_another_one_of_its_cell_has_done():
     assert [(one.node, one.is_to_exclude) for one in suspects([*events[:4], lost])] == [("host1", True)]
 
 
+def test_injected_deaths_say_nothing_of_a_node():
+    events = [
+        *started({0: "host0", 1: "host1"}), {"event": "injected", "rank": 0},
+        died([0], ["killed"], [-9]), died([0], ["killed"], [-9], 2), died([0], ["node"], [-9], 3),
+    ]  # fmt: skip
+    (suspect,) = suspects(events)
+    assert (suspect.node, suspect.is_to_exclude) == ("host0", False)
+    assert suspect.evidence[0] == "rank(s) 0 lost in generation 1: killed (injected)"
+    others = [died([1], ["killed"], [-9], 4), died([1], ["killed"], [-9], 5)]
+    assert [(one.node, one.is_to_exclude) for one in suspects([*events, *others])] == [
+        ("host1", True),
+        ("host0", False),
+    ]
+
+
 def test_a_lost_node_is_suspected_and_not_the_one_that_came_in_its_place():
     events = [
         *started({0: "host0", 1: "host1"}), died([1], ["node"], [-9]), *started({1: "host9"}),
@@ -224,8 +239,8 @@ def test_a_lost_node_is_suspected_and_not_the_one_that_came_in_its_place():
     assert (suspect.node, suspect.is_to_exclude) == ("host1", True), "the other one was asked to leave"
 
 
-def test_a_node_is_excluded_for_two_incidents_and_watched_for_one(shot):
-    assert [(one.node, one.is_to_exclude) for one in shot.suspects] == [("host0", True), ("host1", False)]
+def test_a_node_is_watched_for_deaths_that_were_injected(shot):
+    assert [(one.node, one.is_to_exclude) for one in shot.suspects] == [("host0", False), ("host1", False)]
     assert "(injected)" in shot.suspects[0].evidence[0]
 
 

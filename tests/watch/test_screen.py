@@ -40,11 +40,18 @@ def test_one_frame_has_all_there_is(runs, capsys, monkeypatch):
         "1 more worker and 0 more nodes can be lost at once",
         "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
         "rejected: worker 4 would need 210 MiB",
-        "--exclude=host0",
+        "watch host0: rank(s) ",
     ):
         assert wanted in text
+    assert "--exclude" not in text, "the deaths were injected"
     assert re.search(r"^stage 0 E 1–3 .*✕ .*1\.00", text, re.MULTILINE)
     assert "\x1b" not in text, "it is no terminal"
+
+
+def test_nodes_to_exclude_are_written_for_slurm(state):
+    bad = [replace(one, is_to_exclude=True) for one in state.suspects]
+    text = frame(replace(state, suspects=tuple(bad)), now_s=0.0, width=120, colours=False)
+    assert "--exclude=host0,host1" in text
 
 
 def test_a_job_that_says_nothing_may_not_run_any_more(state):
