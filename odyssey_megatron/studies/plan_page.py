@@ -18,6 +18,7 @@ from odyssey_megatron.metrics.page import (
 )
 from odyssey_megatron.metrics.traces import planned_step
 from odyssey_megatron.plan.plan import Plan
+from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.studies import plan_text
 from odyssey_megatron.studies.answer import WhatIf
 from odyssey_megatron.studies.presets import GIB
@@ -56,17 +57,8 @@ def html(answer: WhatIf) -> str:
                 if one
             ),
         ),
-        *(
-            [
-                section(
-                    "What was weighed",
-                    "",
-                    candidates_table([to_jsonable(row) for row in decision.candidates]),
-                )
-            ]
-            if decision
-            else []
-        ),
+        *_weighed("What was weighed for the start", answer.start),
+        *_weighed("What was weighed", decision.candidates if decision else ()),
         _schedules(answer, shown),
         _next(answer),
         section("Flags for this job", "", table(("flag", "why"), answer.flags)),
@@ -86,6 +78,11 @@ def html(answer: WhatIf) -> str:
         ),
     ]
     return document(f"odyssey plan: {scenario.name}", parts)
+
+
+def _weighed(title: str, candidates: Sequence[CandidateRow]) -> Iterator[str]:
+    if candidates:
+        yield section(title, "", candidates_table([to_jsonable(row) for row in candidates]))
 
 
 def _of_decision(answer: WhatIf) -> Iterator[str]:

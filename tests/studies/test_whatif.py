@@ -326,6 +326,16 @@ def test_the_page_has_everything(capsys, tmp_path):
     ):
         assert found in text
     assert "://" not in text, "nothing is loaded from elsewhere"
+    assert "What was weighed for the start" not in text, "there was no choice"
+
+
+def test_the_page_has_what_was_weighed_for_the_start(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    flags = "--cluster 1x4 --model llama3-8b --accelerator b200 --odyssey-layout auto --width 0 --html"
+    assert main_plan([*flags.split(), str(page)]) == 0
+    text = page.read_text()
+    assert "What was weighed for the start" in text
+    assert "launch line" in text.partition("What was weighed for the start")[2]
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
