@@ -28,9 +28,9 @@ _SIZE = Between(1, 10**9, whole=True)
 _MOST_LAYERS = 1000
 _WORDS = 128_256
 """Size of a vocabulary that is not known: Llama 3's."""
-_PRESUMED = (
-    f"how many words the tokenizer has is not known, so that {_WORDS:,} are presumed: --vocab-size says it"
-)
+_PRESUMED = "how many words the tokenizer has is not known, so that {:,} are presumed: --vocab-size says it"
+_GPT2_WORDS = 50_257
+"""Size of GPT-2's vocabulary, which is the usual one that has a file of merges."""
 _SIZES_OF_CELLS = (
     "tensor_model_parallel_size",
     "context_parallel_size",
@@ -117,7 +117,7 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     notes += [
         f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
     ]
-    notes += [_PRESUMED] * _is_presumed(line)
+    notes += [_PRESUMED.format(_presumed(line))] * bool(_presumed(line))
     if line.has("fp8"):
         notes.append("--fp8-format is not counted: products take what they take in bf16")
     elif not (line.has("bf16") or line.has("fp16")):
@@ -234,6 +234,17 @@ def _segments(line: _Line) -> list[str]:
     return pattern.partition("/")[0].split("|")
 
 
+def _kinds(line: _Line) -> str:
+    """Return the letters of a hybrid model's layers, by its pattern or its ratios; empty for other models. Raises
+    ConfigError.
+    """
+    ratios = line.share("hybrid_attention_ratio"), line.share("hybrid_mlp_ratio")
+    kinds = "".join(_segments(line))
+    if not kinds and (line.has("spec") or any(ratios)):
+        return kinds_of_ratios(_num_layers(line), *ratios)
+    return kinds
+
+
 def _chunks(line: _Line) -> list[str]:
     """Return the layers of each chunk, if they are known."""
     text = line.text("pipeline_model_parallel_layout")
@@ -300,15 +311,8 @@ def _state_space(line: _Line, hidden: int) -> AttentionShape:
 
 def _unlike(line: _Line, layers: int, hidden: int, ffn: int) -> UnlikeLayers:
     """Return layers that are not alike, by the launch line's file or hybrid pattern. Raises ConfigError."""
-    if line.has("spec"):
-        kinds = "".join(_segments(line))
-        ratios = line.share("hybrid_attention_ratio"), line.share("hybrid_mlp_ratio")
-        return hybrid_layers(
-            kinds or kinds_of_ratios(layers, *ratios),
-            _attention(line, hidden),
-            _state_space(line, hidden),
-            ffn,
-        )
+    if kinds := _kinds(line):
+        return hybrid_layers(kinds, _attention(line, hidden), _state_space(line, hidden), ffn)
     path, text = (
         line.text("heterogeneous_layers_config_path"),
         line.text("heterogeneous_layers_config_encoded_json"),
@@ -349,10 +353,14 @@ def _attention(line: _Line, hidden: int) -> AttentionShape:
     return AttentionShape.grouped(hidden, heads, groups, line.size("kv_channels", max(1, hidden // heads)))
 
 
-def _is_presumed(line: _Line) -> bool:
-    """Whether the size of the vocabulary is presumed, as only the tokenizer has it."""
-    has_tokenizer = line.has("tokenizer_type") or line.has("tokenizer_model")
-    return has_tokenizer and not (line.has("padded_vocab_size") or line.has("vocab_size"))
+def _presumed(line: _Line) -> int:
+    """Return the size of the vocabulary that is presumed where only the tokenizer has it; 0: it is not presumed."""
+    if line.has("padded_vocab_size") or line.has("vocab_size"):
+        return 0
+    is_gpt2 = line.text("tokenizer_type") in ("", "GPT2BPETokenizer") and not line.has("tokenizer_model")
+    if is_gpt2 and line.has("vocab_file") and line.has("merge_file"):
+        return _GPT2_WORDS
+    return _WORDS if any(map(line.has, ("tokenizer_type", "tokenizer_model", "vocab_file"))) else 0
 
 
 def _vocab_size(line: _Line) -> int:
@@ -360,7 +368,7 @@ def _vocab_size(line: _Line) -> int:
     padded = line.maybe("padded_vocab_size")
     if padded is not None:
         return padded
-    size = _WORDS if _is_presumed(line) else line.size("vocab_size")
+    size = _presumed(line) or line.size("vocab_size")
     multiple = line.size("make_vocab_size_divisible_by", 128) * line.size("tensor_model_parallel_size", 1)
     return -(-size // multiple) * multiple
 
@@ -382,8 +390,8 @@ def _frequency(line: _Line) -> str:
     """Return the value of ``--moe-layer-freq``, or the one that stands for a hybrid pattern, which has a letter for
     experts.
     """
-    if line.has("spec"):
-        return str([int(kind == "E") for kind in "".join(_segments(line))] or [0] * _num_layers(line))
+    if kinds := _kinds(line):
+        return str([int(kind == "E") for kind in kinds])
     return line.text("moe_layer_freq") or "1"
 
 

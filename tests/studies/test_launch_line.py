@@ -180,3 +180,34 @@ def test_it_is_said_where_a_size_may_be(tmp_path):
     notes = read_script(str(path), [], "").notes
     assert any("flags in $O do not count" in one for one in notes)
     assert any("$L is 6 as it is read here, and 2 in other branches" in one for one in notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--vocab-file vocab.json --merge-file merges.txt", 50_257),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt", 50_257),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model x", 128_256),
+        ("--vocab-file vocab.txt", 128_256),
+    ],
+)
+def test_words_of_a_tokenizer_are_presumed(flags, words):
+    at = SIZES.index("--vocab-size")
+    sizes = [*SIZES[:at], *SIZES[at + 2 :], "--make-vocab-size-divisible-by", "1"]
+    found = line(flags, sizes)
+    assert found.model.vocab_size == words
+    assert len([one for one in found.notes if f"{words:,} are presumed: --vocab-size says it" in one]) == 1
+    given = line(f"{flags} --vocab-size 1000", sizes)
+    assert given.model.vocab_size == 1000
+    assert not [one for one in given.notes if "presumed" in one]
+
+
+def test_a_hybrid_pattern_says_the_layers_whether_or_not_there_is_a_spec():
+    stack = "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+    rest = "--num-experts 4 --hybrid-layer-pattern M*-EM*"
+    found, with_spec = line(rest), line(f"{rest} {stack}")
+    assert found.model == with_spec.model
+    assert found.model.experts.layers == {4}
+    assert [units for _, units in found.model.unlike] == [0, 0, 1024, 0, 0, 0]
+    assert line("--hybrid-attention-ratio 0.5").model == line(f"--hybrid-attention-ratio 0.5 {stack}").model
+    assert line("--num-experts 4").model.unlike == ()
