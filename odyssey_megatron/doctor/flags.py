@@ -45,6 +45,16 @@ def known_to(version: str | None) -> dict[str, Argument]:
     return known
 
 
+def known_since(flag: str) -> str:
+    """Return in words which of the recorded versions know ``flag``; empty: none does."""
+    tags = [one.tag for one in patch.supported()]
+    knowing = [tag for tag in tags if flag in recorded(tag)]
+    if not knowing:
+        return ""
+    is_known_on = knowing == tags[-len(knowing) :]
+    return f"known from {knowing[0]} on" if is_known_on else f"known to {', '.join(knowing)}"
+
+
 def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.MegatronParser, list[str]]:
     """Return ``flags`` as a job of ``version`` would parse them, its parser, and those that are not Megatron's.
 
@@ -104,9 +114,10 @@ def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
     yield from _smaller_cells(args, job.config)
     for flag in strange:
         if not flag.startswith("--odyssey"):
-            meant = nearest(flag, known_to(version))
+            meant = "" if (since := known_since(flag)) else nearest(flag, known_to(version))
             yield _row(
-                flag, WARNING, f"not among the flags of Megatron-LM {version or ''} that were recorded",
+                flag, WARNING,
+                f"not among the flags of Megatron-LM {version or ''} that were recorded{since and f' ({since})'}",
                 f"{f'Is {meant} meant? ' if meant else ''}Nothing, if the script adds it. If Megatron-LM does, a "
                 "job is refused that has not "
                 f"--odyssey-accept {flag.removeprefix('--')}.",

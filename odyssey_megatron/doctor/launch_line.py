@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from odyssey_megatron import codec
-from odyssey_megatron.doctor.flags import BARE, known_to, looked_at, settings
+from odyssey_megatron.doctor.flags import BARE, known_since, known_to, looked_at, settings
 from odyssey_megatron.doctor.launch_script import LaunchCommand, launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import nearest, read_text
@@ -127,7 +127,11 @@ def judged(
 
 
 def _asked(flag: str) -> str:
-    """A misspelled flag ends a job when Megatron reads its arguments, which may be hours after it was queued."""
+    """A misspelled flag, or one of another version, ends a job when Megatron reads its arguments, which may be hours
+    after it was queued.
+    """
+    if since := known_since(flag):
+        return f"{flag} ({since})"
     meant = nearest(flag, known_to(None))
     return f"{flag} (is {meant} meant?)" if meant else flag
 

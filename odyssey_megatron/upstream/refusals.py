@@ -134,10 +134,10 @@ def refused(args: Any, parser: MegatronParser) -> Iterator[Refusal]:
 
 def undecided(args: Any) -> Iterator[str]:
     """The flags of a launch script's ``args`` that may be refused or not, by what only running it would tell."""
-    for one in REFUSALS:
-        value = getattr(args, one.dest, None)
-        if one.refuses is not None and _is_variable(value):
-            yield f"{one.flag} {' '.join(map(str, _words(value)))}"
+    for dest, flag in {one.dest: one.flag for one in REFUSALS if one.refuses is not None}.items():
+        value = getattr(args, dest, None)
+        if _is_variable(value):
+            yield f"{flag} {' '.join(map(str, _words(value)))}"
 
 
 def _is_variable(value: Any) -> bool:

@@ -20,6 +20,7 @@ _SCALED = "fp16", "torch.float16", "fp8", "torch.uint8"
 """Types with scales, as flags, and as Megatron's validation leaves them."""
 _LEAVE_OUT = "Leave it out."
 _KINDS = "M*-E"
+_NO_SPEC = "Hybrid models are given with --spec, and it must be one of Megatron's own."
 _STACKS = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
 
 Decides = Callable[[Any, Any], bool]
@@ -42,7 +43,11 @@ def with_muon(args: Any) -> bool:
 
 
 def _no_known_pattern(value: Any, args: Any) -> bool:
-    return value is not None and not (is_hybrid(args) and {*str(value)} <= {*_KINDS, "|"})
+    return value is not None and not {*str(value)} <= {*_KINDS, "|"}
+
+
+def _known_pattern_without_spec(value: Any, args: Any) -> bool:
+    return value is not None and not (_no_known_pattern(value, args) or is_hybrid(args))
 
 
 def _not_none(value: Any, args: Any) -> bool:
@@ -172,7 +177,8 @@ _16 = _since(
     ("hybrid_override_pattern",
      f"Of hybrid patterns only the layers {', '.join(_KINDS)} and ends of stages (|) have been tried, and neither "
      "multi-token prediction (/) nor other layers.", f"Use these, with --spec {_STACKS}.", _no_known_pattern),
-    ("is_hybrid_model", "Hybrid models are given with --spec, and it must be one of Megatron's own.",
+    ("hybrid_override_pattern", _NO_SPEC, f"Use --spec {_STACKS}.", _known_pattern_without_spec),
+    ("is_hybrid_model", _NO_SPEC,
      f"Use --spec {_STACKS}.",
      lambda value, args: bool(value) and not is_hybrid(args)),
     ("linear_attention_freq experimental_attention_variant",
@@ -251,6 +257,7 @@ _17 = _since(
     ("hybrid_layer_pattern",
      f"Of hybrid patterns only the layers {', '.join(_KINDS)} and ends of stages (|) have been tried, and neither "
      "multi-token prediction (/) nor other layers.", f"Use these, with --spec {_STACKS}.", _no_known_pattern),
+    ("hybrid_layer_pattern", _NO_SPEC, f"Use --spec {_STACKS}.", _known_pattern_without_spec),
     ("mtp_hybrid_override_pattern", "Multi-token prediction has been tried with blocks of attention only.", _LEAVE_OUT),
     ("muon_scalar_optimizer", "For parameters that Muon does not step, only Adam has been tried.", "Use adam.",
      lambda value, args: with_muon(args) and value not in (None, "adam")),

@@ -368,3 +368,18 @@ def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_job(str(tmp_path / "nowhere.sh"))
     assert main(["doctor", "--job"]) == 2
+
+
+def test_a_flag_of_another_version_is_not_asked_about():
+    told = judged(["--hybrid-layer-pattern", "M*"], "0.16.1").told("a job")
+    assert "so of the script's own: --hybrid-layer-pattern (known from core_v0.17.1 on)" in told
+
+
+@pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
+def test_of_a_hybrid_pattern_the_layers_or_the_spec_are_refused(flag):
+    stack = ["--spec", "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
+    assert "Hybrid models are given with --spec" in judged([flag, "M*-E|M"]).refused[flag]
+    assert "Of hybrid patterns only the layers" in judged([flag, "MG"]).refused[flag]
+    assert "Of hybrid patterns only the layers" in judged([flag, "MG", *stack]).refused[flag]
+    assert judged([flag, "M*-E|M", *stack]).starts
+    assert judged([flag, "$PATTERN"]).undecided == (f"{flag} $PATTERN",)
