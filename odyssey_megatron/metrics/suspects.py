@@ -70,11 +70,14 @@ def suspects(events: Sequence[JournalEvent]) -> tuple[Suspect, ...]:
 
 def _incidents(events: Sequence[JournalEvent], found: _Evidence) -> None:
     """Collect deaths and replacements, on the nodes where they were: a rank's later processes may be elsewhere."""
-    injected = {event["rank"] for event in named(events, "injected")}
+    injected = set[int]()
     nodes = nodes_of([*reversed(named(events, "rank_started"))])  # those of each rank's first process
     for event in events:
         if event["event"] == "rank_started":
             nodes |= nodes_of([event])
+            injected.discard(event["target"])  # whatever its next process dies of
+        elif event["event"] == "injected":
+            injected.add(event["rank"])
         elif event["event"] == "failure_detected":
             _death(event, nodes, injected, found)
         elif event["event"] in ("replaced", "set_aside"):

@@ -228,6 +228,9 @@ def test_injected_deaths_say_nothing_of_a_node():
         ("host1", True),
         ("host0", False),
     ]
+    again = [*started({0: "host0"}), died([0], ["killed"], [-9], 6), *started({0: "host0"})]
+    (suspect,) = suspects([*events, *again, died([0], ["killed"], [-9], 7)])
+    assert suspect.is_to_exclude, "nobody has injected the deaths of its later processes"
 
 
 def test_a_lost_node_is_suspected_and_not_the_one_that_came_in_its_place():
