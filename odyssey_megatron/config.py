@@ -364,6 +364,9 @@ class OdysseyConfig:
         return parse_injections(self.inject)
 
 
+BEHIND_SCRIPT = "what is before the script is for the launcher, and Odyssey's flags come behind the script"
+
+
 def flag_of(setting: Field[Any]) -> str:
     """Return the command-line flag of a setting."""
     return str(setting.metadata.get("flag", "--odyssey-" + setting.name.replace("_", "-")))
@@ -463,8 +466,11 @@ def config_from(namespace: argparse.Namespace, environ: Mapping[str, str] | None
     return OdysseyConfig(**values)
 
 
-def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
+def config_from_argv(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> OdysseyConfig:
     """Return the settings given among the arguments of a training script, whose other flags are ignored.
+
+    Args:
+        environ: as in :func:`config_from`.
 
     Raises:
         ConfigError: a setting is wrong, or an ``--odyssey-…`` flag is unknown.
@@ -480,4 +486,4 @@ def config_from_argv(argv: Sequence[str]) -> OdysseyConfig:
             f"unknown flag {unknown[0]}; "
             + (f"is {meant} meant?" if meant else f"known: {', '.join(known)}.")
         )
-    return config_from(namespace)
+    return config_from(namespace, environ)

@@ -94,7 +94,7 @@ def _after(flag: str, rest: list[str]) -> str | None:
 def _judge(named: str, checkout: Path | None, more: Sequence[str], *, as_json: bool) -> int:
     version = Source((*([checkout] if checkout else ()), *_installed())).version()
     line = launch_line.read_job(named)
-    verdict = launch_line.judged([*line.flags, *more], version, line.script, line.choices)
+    verdict = launch_line.judged([*line.flags, *more], version, line)
     if as_json:
         print(json.dumps({"starts": verdict.starts, **asdict(verdict)}, indent=1))
     else:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from odyssey_megatron import patch
@@ -68,9 +70,14 @@ def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.
     return args, refusals.MegatronParser(flags=spelled, defaults=defaults, version=version or ""), strange
 
 
-def settings(flags: Sequence[str]) -> tuple[OdysseyConfig, list[str]]:
+def settings(
+    flags: Sequence[str], environ: Mapping[str, str] = MappingProxyType({})
+) -> tuple[OdysseyConfig, list[str]]:
     """Odyssey's settings in a launch script's ``flags``, and those whose value only running it would tell. Raises
     ConfigError.
+
+    Args:
+        environ: Variables that the script sets, beside those that are set here.
     """
     known, unknown = list[str](), dict[str, str]()
     for before, word in pairwise(["", *flags]):
@@ -84,7 +91,9 @@ def settings(flags: Sequence[str]) -> tuple[OdysseyConfig, list[str]]:
         else:
             unknown.pop(word.partition("=")[0], None)  # said again, behind the script's flags
             known.append(word)
-    return config_from_argv(known), list(unknown.values())
+    unread = {name: value for name, value in environ.items() if "$" in value}
+    said = {name: value for name, value in (os.environ | environ).items() if name not in unread}
+    return config_from_argv(known, said), [*unknown.values(), *map("=".join, unread.items())]
 
 
 def _can_be(*words: str) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from odyssey_megatron import codec
+from odyssey_megatron.config import BEHIND_SCRIPT
 from odyssey_megatron.doctor.flags import BARE, known_since, known_to, looked_at, settings
 from odyssey_megatron.doctor.launch_script import LaunchCommand, launch_line
 from odyssey_megatron.errors import ConfigError
@@ -52,6 +52,8 @@ class LineVerdict:
     """Sentences on variables of which only running the script would tell which of several values they have."""
     script: str = ""
     """The name of the script, if it is not one that has been tried."""
+    without_odyssey: bool = False
+    """Whether the line of a launch script does not have ``--odyssey``, so that it would start a plain job."""
 
     @property
     def starts(self) -> bool:
@@ -66,6 +68,8 @@ class LineVerdict:
         else:
             head = "starts with --odyssey as far as its flags say"
         lines = [f"{name}: {head}", *(f"  {sentence}" for sentence in self.refused.values())]
+        if self.without_odyssey:
+            lines.append("  its launch line has no --odyssey yet: append it, or the job survives no loss")
         lines += [f"  {flag} changes nothing: {why}" for flag, why in self.ignored.items()]
         if self.starts:
             lines += [f"  {flag}: {what}" for flag, what in self.cautions.items()]
@@ -97,21 +101,24 @@ class LineVerdict:
 def judged(
     flags: Sequence[str],
     version: str | None = None,
-    script: str = "",
-    choices: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    line: LaunchCommand | None = None,
 ) -> LineVerdict:
-    """Return what a job of ``script`` with ``flags`` would say. For ``choices`` see :class:`LaunchCommand`.
+    """Return what a job with ``flags`` would say. ``line``: the rest of the launch line that they are part of.
 
-    Raises ConfigError if one of Odyssey's own flags is wrong.
+    Raises ConfigError if one of Odyssey's own flags, or one of its variables, is wrong.
     """
-    config, unknown = settings(flags)
+    line = line or LaunchCommand("", [])
+    config, unknown = settings(flags, line.environ)
     args, parser, strange = looked_at(flags, version)
     ignored = dict(refusals.ignored(args, parser))
     distributed = bool(getattr(args, "use_distributed_optimizer", False))
-    name = os.path.basename(script)
-    other = refusals.script_refused(script)
+    name = os.path.basename(line.script)
+    other = refusals.script_refused(line.script)
+    unread_words = tuple(_unread(flags, known_to(version)))
+    before = next((word for word in line.launcher if word.startswith("--odyssey")), "")
     return LineVerdict(
         refused=({name: other} if other else {})
+        | ({before: f"{before} stands before {line.script}: {BEHIND_SCRIPT}"} if before else {})
         | refusals.misread(flags, known_to(version))
         | refusals.reasons(args, parser, config.accepted, strict=config.is_strict),
         ignored=({} if config.is_strict else ignored) | dict(config.without_effect(distributed=distributed)),
@@ -119,9 +126,10 @@ def judged(
         unknown=tuple(
             one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted
         ),
-        unread=tuple(_unread(flags, known_to(version))),
+        unread=unread_words,
         undecided=(*refusals.undecided(args), *unknown),
-        choices=tuple(choices_told(choices)),
+        choices=tuple(choices_told(line.choices)),
+        without_odyssey=bool(name) and config.mode == "off" and not (before or unread_words),
         script="" if name in TRIED else name,
     )
 

@@ -28,6 +28,8 @@ class LaunchCommand(NamedTuple):
     """Variable of the script -> its values: the one that counts, and those that branches give it that may be taken as
     well.
     """
+    environ: Mapping[str, str] = MappingProxyType({})
+    """Variables of Odyssey's that the script sets. Whether it exports them is not looked at."""
 
 
 def launch_line(
@@ -80,7 +82,12 @@ def _launches(text: str, script: Script, before: list[str], depth: int = 0) -> I
                 ]
                 if any(one.startswith(("--", "$")) for one in arguments):
                     launcher = [*before, *words[:position]]
-                    yield LaunchCommand(word, arguments, launcher, script.choices(command))
+                    environ = {
+                        name: " ".join(value)
+                        for name, value in script.variables.items()
+                        if value and (name == "ODYSSEY" or name.startswith("ODYSSEY_"))
+                    }
+                    yield LaunchCommand(word, arguments, launcher, script.choices(command), environ)
                 break
             # A command in quotes, as for sh -c. What a variable is set to is read where that is used.
             if ".py" in word and len(word.split()) > 1 and depth < 3 and not ASSIGNMENT.fullmatch(word):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from odyssey_megatron.config import OdysseyConfig, add_arguments, strange_variables
+from odyssey_megatron.config import BEHIND_SCRIPT, OdysseyConfig, add_arguments, strange_variables
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import COUNT, Between, Parser, read_text
 from odyssey_megatron.launch.process import signals
@@ -97,9 +97,7 @@ def _joins_by_itself(script: str) -> bool:
 def _refuse(parser: Any, message: str) -> NoReturn:
     """Refuse the arguments with ``message``, explained if an Odyssey flag stands before the script."""
     if "arguments: --odyssey" in message:
-        message += (
-            ": what is before the script is for the launcher, and Odyssey's flags come behind the script"
-        )
+        message += f": {BEHIND_SCRIPT}"
     Parser.error(parser, message)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig
@@ -87,7 +88,11 @@ class LaunchLine:
         return smaller.of_flags({**self.given, **self.sizes, "num_experts": self.num_experts})
 
 
-def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
+def read(
+    script: Sequence[str],
+    more: Sequence[str] = (),
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> LaunchLine:
     """Return what the arguments of ``pretrain_gpt.py`` describe.
 
     Defaults are those of megatron core_v0.16.1 training/arguments.py.
@@ -95,6 +100,7 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     Args:
         script: the arguments in the launch script, which may have flags of its own.
         more: arguments that follow them.
+        environ: as in :func:`settings`.
 
     Raises:
         ConfigError: a size is missing, or cannot be known without running the script.
@@ -107,25 +113,7 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
     if layers > _MOST_LAYERS:
         raise ConfigError(f"--num-layers {layers:,}: at most {_MOST_LAYERS:,} are planned for.")
     micro_batch_size = line.size("micro_batch_size", 1)
-    config, unknown = settings(flags)
-    notes = [
-        f"{one}: not known without running it, so that its default counts; give it to this command, too"
-        for one in unknown
-    ]
-    if elsewhere:
-        notes.append(f"flags in {elsewhere} do not count: only running the script would tell what they are")
-    notes += [
-        f"a job would refuse {one.flag}: odyssey doctor says why" for one in refusals.refused(args, parser)
-    ]
-    notes += [_PRESUMED.format(_presumed(line))] * bool(_presumed(line))
-    if line.has("fp8"):
-        notes.append("--fp8-format is not counted: products take what they take in bf16")
-    elif not (line.has("bf16") or line.has("fp16")):
-        notes.append(
-            "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"
-        )
-    if line.has("pipeline_model_parallel_layout") and not _chunks(line):
-        notes.append("--pipeline-model-parallel-layout is not known: stages are as even as can be")
+    config, unknown = settings(flags, environ)
     return LaunchLine(
         model=_model(line, layers, stages),
         pipeline_model_parallel_size=stages,
@@ -144,7 +132,7 @@ def read(script: Sequence[str], more: Sequence[str] = ()) -> LaunchLine:
         or 1,
         config=config,
         given=vars(args),
-        notes=tuple(notes),
+        notes=tuple(_notes(line, unknown, [one.flag for one in refusals.refused(args, parser)])),
     )
 
 
@@ -155,7 +143,7 @@ def read_script(named: str, more: Sequence[str], usual: str) -> LaunchLine:
         usual: what is taken of a script that does not say them, which is noted; empty: they do not matter.
     """
     found = read_job(named)
-    line = replace(read(found.flags, more), name=named)
+    line = replace(read(found.flags, more, found.environ), name=named)
     if found.choices:
         line = replace(line, notes=(*line.notes, *choices_told(found.choices), SAY_THEM))
     if (size := nodes_and_gpus(found.launcher)) is not None:
@@ -173,7 +161,7 @@ class _Line:
 
     def __init__(self, given: Mapping[str, Any], elsewhere: str):
         self._given = given
-        self._elsewhere = elsewhere
+        self.elsewhere = elsewhere
 
     def has(self, name: str) -> bool:
         value = self._given.get(name)
@@ -199,7 +187,7 @@ class _Line:
             return value
         if default is None:
             where = (
-                f"; it may be in {self._elsewhere}, as only running it would tell" if self._elsewhere else ""
+                f"; it may be in {self.elsewhere}, as only running it would tell" if self.elsewhere else ""
             )
             raise ConfigError(f"the launch line has no {_flag(name)}{where}. Give it to this command, too.")
         return default
@@ -219,6 +207,34 @@ class _Line:
 
     def text(self, name: str) -> str:
         return str(self._given[name]) if self.has(name) else ""
+
+
+def _notes(line: _Line, unknown: Sequence[str], refused: Sequence[str]) -> list[str]:
+    """Return what people should know of how ``line`` was read.
+
+    Args:
+        unknown: Odyssey's settings whose value is not known.
+        refused: the flags that a job would refuse.
+    """
+    notes = [
+        f"{one}: not known without running it, so that its default counts; give it to this command, too"
+        for one in unknown
+    ]
+    if line.elsewhere:
+        notes.append(
+            f"flags in {line.elsewhere} do not count: only running the script would tell what they are"
+        )
+    notes += [f"a job would refuse {one}: odyssey doctor says why" for one in refused]
+    notes += [_PRESUMED.format(_presumed(line))] * bool(_presumed(line))
+    if line.has("fp8"):
+        notes.append("--fp8-format is not counted: products take what they take in bf16")
+    elif not (line.has("bf16") or line.has("fp16")):
+        notes.append(
+            "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"
+        )
+    if line.has("pipeline_model_parallel_layout") and not _chunks(line):
+        notes.append("--pipeline-model-parallel-layout is not known: stages are as even as can be")
+    return notes
 
 
 def _num_layers(line: _Line) -> int:

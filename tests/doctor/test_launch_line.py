@@ -191,7 +191,7 @@ def test_a_script_that_trains_something_else_is_refused(tmp_path, capsys):
     told = {}
     for script in ("pretrain_t5.py", "mine.py", "pretrain_gpt.py"):
         path = tmp_path / f"{script}.sh"
-        path.write_text(f"torchrun $ROOT/{script} --num-layers 4 --bf16")
+        path.write_text(f"torchrun $ROOT/{script} --num-layers 4 --bf16 --odyssey")
         told[script] = main(["doctor", "--job", str(path)]), capsys.readouterr().out
     assert [code for code, _ in told.values()] == [1, 0, 0]
     assert (
@@ -256,6 +256,46 @@ def test_it_is_said_which_values_decide_that_only_running_it_would_tell(tmp_path
     assert "--optimizer lion does not work" in told
     assert "only running it would tell: --odyssey-policy=$P." in told
     assert main(["doctor", "--job", str(path), "--odyssey-respawn", "two"]) == 2
+
+
+@pytest.fixture
+def doctored(tmp_path, capsys):
+    """The exit code and what is said of a script's text."""
+
+    def doctor(text: str) -> tuple[int, str]:
+        path = tmp_path / "train.sh"
+        path.write_text(text)
+        return main(["doctor", "--job", str(path)]), "".join(capsys.readouterr())
+
+    return doctor
+
+
+@pytest.mark.parametrize("launcher", ["odyssey run --nproc-per-node 8", "torchrun --nnodes 2"])
+def test_a_flag_of_odyssey_before_the_script_is_refused(doctored, launcher):
+    """As the launcher does."""
+    code, told = doctored(f"{launcher} --odyssey pretrain_gpt.py --num-layers 4\n")
+    assert code == 1
+    assert "--odyssey stands before pretrain_gpt.py: what is before the script is for the launcher" in told
+    assert "no --odyssey yet" not in told
+
+
+def test_variables_that_a_script_sets_count(doctored):
+    line = "odyssey run pretrain_gpt.py --num-layers 4\n"
+    code, told = doctored(f"export ODYSSEY=recover ODYSSEY_REDUNDANCY=foo\n{line}")
+    assert code == 2
+    assert "--odyssey-redundancy 'foo' is unknown" in told
+    assert doctored(f"export ODYSSEY_RESPAWN=two\nODYSSEY=recover {line}")[0] == 2
+    code, told = doctored(f"export ODYSSEY=recover ODYSSEY_RESPAWN=$R\n{line}")
+    assert code == 0
+    assert "only running it would tell: ODYSSEY_RESPAWN=$R." in told
+    assert "no --odyssey yet" not in told
+
+
+@pytest.mark.parametrize("more", ["", " --odyssey off", " --odyssey-respawn 2"])
+def test_a_script_without_odyssey_is_told_so(doctored, more):
+    code, told = doctored(f"odyssey run pretrain_gpt.py --num-layers 4{more}\n")
+    assert code == 0
+    assert "its launch line has no --odyssey yet: append it, or the job survives no loss" in told
 
 
 def test_flags_of_odyssey_that_change_nothing_are_told():

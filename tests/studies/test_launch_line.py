@@ -169,6 +169,15 @@ def test_a_script_says_its_gpus(script, size):
     assert nodes_and_gpus(launch_line(script).launcher) == size
 
 
+def test_variables_that_a_script_sets_count(tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text("export ODYSSEY_LAYOUT=spread\nodyssey run pretrain_gpt.py --bf16\n")
+    assert read_script(str(path), SIZES, "").config.layout == "spread"
+    path.write_text(path.read_text().replace("spread", "foo"))
+    with pytest.raises(ConfigError, match="--odyssey-layout 'foo' is unknown"):
+        read_script(str(path), SIZES, "")
+
+
 def test_it_is_said_where_a_size_may_be(tmp_path):
     path = tmp_path / "train.sh"
     path.write_text("torchrun pretrain_gpt.py $MODEL --bf16")
