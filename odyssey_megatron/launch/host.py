@@ -112,6 +112,7 @@ def _host(
                 who="the job's host",
                 hosts=True,
                 others=others,
+                terminate_s=line.by_signal_s(config),
                 ends=lambda: False,
                 joining=lambda: False,
             )

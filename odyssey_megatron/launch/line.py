@@ -26,6 +26,8 @@ _NODES = Between(1, 100_000, whole=True)
 _PER_NODE = Between(1, 1024, whole=True)
 _PORT = 29500
 """torchrun's default port of the first node."""
+_SHUTDOWN_S = 30
+"""torchrun's default of --shutdown-timeout, for versions of torch that do not have that flag."""
 LEAST_TORCH = (2, 11)
 """The oldest version of torch, as in pyproject.toml, which has no effect in containers with a torch of their own. 2.8
 lacks torchrun's argument for signals, and the function that takes a group out of torch's tables.
@@ -167,7 +169,8 @@ _MOOT = {
 _HELP = {
     "nnodes": "Number of nodes. Nodes that are lost later are survived; a range of numbers is refused.",
     "shutdown_timeout": "Time in seconds from SIGTERM to SIGKILL when ranks that still run are ended; after a second "
-    "signal there is none. Default: {by_signal_s:g} if a signal ends the job, {otherwise_s:g} if it cannot go on.",
+    "signal there is none. Default: {by_signal_s:g} if a signal ends the job (torchrun's time without --odyssey and "
+    "with --odyssey observe), {otherwise_s:g} if it cannot go on.",
     **{dest: f"Changes nothing: {why}." for dest, why in _MOOT.items()},
 }
 """Help on torchrun's arguments that mean something else here."""
@@ -281,6 +284,20 @@ def token(*, several: bool) -> str:
         )
     # On one node no one else needs to know the secret. With a new one, messages of another job are worth nothing.
     return secret if several else secrets.token_hex(16)
+
+
+def by_signal_s(config: OdysseyConfig) -> float:
+    """Return the seconds from SIGTERM to SIGKILL if a signal ends the job and ``--shutdown-timeout`` is not given:
+    torchrun's where ranks run as under torchrun.
+    """
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from odyssey_megatron.launch.wire.verdict import TERMINATE_S
+
+    if config.mode == "recover":
+        return TERMINATE_S
+    defaults = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+    return float(getattr(defaults, "shutdown_timeout", _SHUTDOWN_S))
 
 
 def on_signal(config: OdysseyConfig, nodes: int, script_args: Sequence[str]) -> str:

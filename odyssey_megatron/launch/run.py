@@ -107,6 +107,7 @@ def _launch(
         page_secret=os.environ.get("ODYSSEY_TOKEN", ""),
         on_signal=on_signal,
         terminate_s=getattr(args, "shutdown_timeout", None),  # not in all versions of torch
+        by_signal_s=line.by_signal_s(config),
         planner=PolicyPlanner(config),
         zygote=zygote,
         joins=joins,

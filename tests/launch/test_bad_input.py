@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 from odyssey_megatron import cli
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch import line
-from odyssey_megatron.launch.wire.verdict import ENDS_S, JobVerdict
-from tests.launch.jobserver import CHECKOUT, events
+from odyssey_megatron.launch.wire.verdict import ENDS_S, TERMINATE_S, JobVerdict
+from tests.launch.jobserver import CHECKOUT, events, wait_for
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,17 @@ def test_a_script_has_the_time_to_clean_up_that_it_is_given(server, tmp_path, gi
     job = server.run([*launch, script, tmp_path, *flags], log=tmp_path / "log")
     assert job.wait(20) == 5, job.log()
     assert (tmp_path / "clean").exists() == given
+
+
+def test_a_script_without_odyssey_has_torchrun_s_time_to_clean_up_after_a_signal(server, tmp_path):
+    script = tmp_path / "cleans_up.py"
+    script.write_text(CLEANS_UP.replace("ENDS_S", str(TERMINATE_S)).replace("sys.exit(5)", "time.sleep(60)"))
+    flags = ["--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run"]
+    job = server.run(["--nproc-per-node", 2, script, tmp_path, *flags], log=tmp_path / "log")
+    wait_for((tmp_path / "ready").exists, 20, "the script runs")
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.wait(20) == 128 + signal.SIGTERM, job.log()
+    assert (tmp_path / "clean").exists()
 
 
 def test_a_second_signal_leaves_no_time_whatever_is_given():

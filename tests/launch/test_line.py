@@ -7,6 +7,7 @@ import pytest
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 from odyssey_megatron.launch import line, shim
+from odyssey_megatron.launch.wire.verdict import TERMINATE_S
 from tests.launch.jobserver import CHECKOUT
 
 
@@ -111,6 +112,11 @@ def test_a_misspelled_variable_is_told(capsys, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(("mode", "seconds"), [("off", 30), ("observe", 30), ("recover", TERMINATE_S)])
+def test_ranks_have_torchrun_s_time_to_end_where_they_run_as_under_torchrun(mode, seconds):
+    assert line.by_signal_s(OdysseyConfig(mode=mode)) == seconds
+
+
 @pytest.mark.parametrize("version", ["2.8.0+cu128", "2.10.1", "1.13"])
 def test_an_old_torch_is_refused_before_anything_starts(version):
     with pytest.raises(ConfigError, match=r"torch \S+ is too old: Odyssey needs 2\.11"):
@@ -140,5 +146,6 @@ def test_arguments_of_torchrun_that_change_nothing_are_told(capsys):
         line.parse(["--help"], "odyssey run")
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("Changes nothing: ") == len(given) / 2
-    assert "Default: 5 if a signal ends the job, 2 if it cannot go on." in told
+    assert "Default: 5 if a signal ends the job (torchrun's time without --odyssey and" in told
+    assert "--odyssey observe), 2 if it cannot go on." in told
     assert "a range of numbers is refused" in told

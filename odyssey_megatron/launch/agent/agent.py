@@ -34,7 +34,7 @@ from odyssey_megatron.launch.wire.admission import OTHER_TOKEN
 from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.launch.wire.leases import HostOfJob, beats
 from odyssey_megatron.launch.wire.requests import Requests
-from odyssey_megatron.launch.wire.verdict import SAYS_WHY, JobVerdict, VerdictWatch
+from odyssey_megatron.launch.wire.verdict import SAYS_WHY, TERMINATE_S, JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal, host_name, read_journal
 from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.metrics.strikes import STRIKES, not_struck, not_struck_line
@@ -91,6 +91,8 @@ class Launch:
     """``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``."""
     terminate_s: float | None = None
     """Seconds from SIGTERM to SIGKILL that the user gives ranks (``--shutdown-timeout``). None: the verdict says."""
+    by_signal_s: float = TERMINATE_S
+    """What the verdict says if a signal ends the job."""
     joins: bool = False
     """Whether the node takes the place of one that was lost, in a job that is running."""
 
@@ -255,6 +257,7 @@ class OdysseyAgent(LocalElasticAgent):
             who=who,
             hosts=hosts,
             others=others,
+            terminate_s=launch.by_signal_s,
             ends=lambda: host.ends,
             joining=lambda: self._is_joining(control),
         )

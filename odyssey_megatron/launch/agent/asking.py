@@ -12,7 +12,7 @@ from odyssey_megatron.errors import EXIT_AS_ASKED
 from odyssey_megatron.launch.process.signals import Received
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
-from odyssey_megatron.launch.wire.verdict import TERMINATE_S, JobVerdict, VerdictWatch
+from odyssey_megatron.launch.wire.verdict import JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
 
@@ -48,6 +48,7 @@ class Asking:
         who: The process that gets the signals, as shown to the user.
         hosts: Whether that process also hosts the job, so that it stays when its ranks leave.
         others: Nodes that are to hear of an end, besides the one where the job is hosted.
+        terminate_s: Seconds from SIGTERM to SIGKILL if the first signal ends the job.
         ends: Says whether an agent whose own ranks do not listen has been asked to end the job.
         joining: Says whether this agent takes a lost node's place, and none of its ranks has joined yet.
     """
@@ -60,10 +61,12 @@ class Asking:
         who: str,
         hosts: bool,
         others: tuple[int, ...],
+        terminate_s: float,
         ends: Callable[[], bool],
         joining: Callable[[], bool],
     ):
         self._how, self._journal, self._who, self._hosts, self._others = how, journal, who, hosts, others
+        self._terminate_s = terminate_s
         self._ends, self._joining = ends, joining
         self._asked, self._told = Ask.NOTHING, False
         """What the ranks were asked for, and whether a signal has come here. The ranks may be asked without a signal
@@ -101,7 +104,10 @@ class Asking:
             say(f"[odyssey] {why}")
             self._journal.event("job_finished", verdict=why, exit_code=128 + number)
             final = JobVerdict(
-                code=128 + number, why=why, terminate_s=TERMINATE_S if first else 0.0, nodes=self._others
+                code=128 + number,
+                why=why,
+                terminate_s=self._terminate_s if first else 0.0,
+                nodes=self._others,
             )
             control.put_first(keys.VERDICT, to_json(final))
             return final
