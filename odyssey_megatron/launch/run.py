@@ -63,7 +63,9 @@ def _run(argv: Sequence[str], joins: bool) -> int:
             "train on the CPU with --odyssey-device cpu."
         )
     line.check_script(args)
-    zygote = Zygote.start(modules) if modules else None  # while this process has a single thread
+    # While this process has a single thread. Ranks find modules beside their script, such as a checkout's megatron.
+    folder = os.path.dirname(os.path.abspath(args.training_script))
+    zygote = Zygote.start(modules, folder) if modules else None
     try:
         run_folder.prepare(Path(config.run_dir))
         return _launch(args, config, nodes, token, zygote, joins)

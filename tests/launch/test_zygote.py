@@ -141,6 +141,17 @@ def test_a_module_that_cannot_be_imported():
         Zygote.spawn(["no.such.module"], {**os.environ, "PYTHONPATH": str(CHECKOUT)})
 
 
+def test_modules_beside_the_script_are_found(server, tmp_path):
+    """As a checkout's megatron is, before an installed one."""
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    (tmp_path / "beside.py").write_text("")
+    script.write_text("import sys\nprint('beside' in sys.modules, len(sys.path) - len(set(sys.path)))\n")
+    argv = ["--nproc-per-node", 1, script, "--odyssey-device", "cpu", "--odyssey-run-dir", tmp_path / "run"]
+    job = server.run(argv, log=log, env={"ODYSSEY_PRELOAD": "beside"})
+    assert job.wait(30) == 0, job.log()
+    assert "True 0" in job.log()
+
+
 @pytest.mark.parametrize(
     ("line", "why"), [("sys.exit('it ends')", "SystemExit: it ends"), ("1 / 0", "ZeroDivision")]
 )

@@ -40,8 +40,9 @@ class Zygote:
         self._exits: dict[int, int] = {}
 
     @classmethod
-    def start(cls, modules: Sequence[str]) -> Zygote:
-        """Fork the zygote off this process, which must have one thread; return when it has imported all ``modules``.
+    def start(cls, modules: Sequence[str], folder: str) -> Zygote:
+        """Fork the zygote off this process, which must have one thread; return when it has imported all ``modules``,
+        with ``folder`` searched first.
 
         Raises:
             ConfigError: A module cannot be imported, or leaves threads behind.
@@ -52,7 +53,7 @@ class Zygote:
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
             ours.close()
-            exit_with(lambda: _Server(theirs, modules, parent).serve())
+            exit_with(lambda: _Server(theirs, modules, parent, folder).serve())
         theirs.close()
         return cls(pid, ours)._greet(modules)
 
@@ -178,8 +179,10 @@ class ForkedProcess:
 class _Server:
     """The zygote's own side: it forks processes on request."""
 
-    def __init__(self, connection: socket.socket, modules: Sequence[str], parent: int):
+    def __init__(self, connection: socket.socket, modules: Sequence[str], parent: int, folder: str = ""):
+        """``folder``: where modules are looked for first; empty: only where this interpreter looks."""
         self._connection, self._modules, self._parent = connection, modules, parent
+        self._folder = folder
         self._pending = b""
         self._children: dict[int, int] = {}  # pidfd -> pid
 
@@ -190,9 +193,13 @@ class _Server:
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         # Ranks get theirs. By --odyssey a patched Megatron-LM would take this process for one that lacks its variables.
         sys.argv = sys.argv[:1]
+        if self._folder:
+            sys.path.insert(0, self._folder)
         try:
             for module in self._modules:
                 importlib.import_module(module)
+            if self._folder in sys.path:  # a fork has the folder of its own script there
+                sys.path.remove(self._folder)
             _check_single_thread()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a foreign module raises the launcher reports
             self._send(error=f"{type(error).__name__}: {error}")
