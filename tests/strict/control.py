@@ -82,7 +82,7 @@ class Store:
     def read(self, names: Iterable[str]) -> list[str]:
         return [self.texts[name] for name in names]
 
-    def get(self, key: str) -> str:
+    def get(self, key: str, *, timeout_s: float | None = None) -> str:
         this_host().wait(lambda: key in self.texts or key in self._deleted)
         return self.texts[key]
 
