@@ -8,6 +8,7 @@ same way, before all other messages; or beside them, where they have a group of 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -98,12 +99,16 @@ class Channels:
         self._groups, self._num_layers, self._tagged = groups, num_layers, tagged
         self._cells, self._cell, self._cuts, self._slices = cells, cells.cell, cuts, slices
         self._slow = slow or SlowLinks()
-        self._sent: list[Any] = []
+        self._sent: deque[Any] = deque()
         self._own = self._cell.pieces(cuts)
         self._ends = dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]()
 
     def send(self, instr: Instr, tensor: torch.Tensor, word: Word) -> None:
-        """Start sending ``tensor``, [s, b, h]. An alias keeps the storage alive until :meth:`wait_sent`."""
+        """Start sending ``tensor``, [s, b, h]. An alias keeps the storage alive until the device has sent it, or until
+        :meth:`wait_sent`.
+        """
+        while self._sent and not isinstance(self._sent[0], Held) and self._sent[0].is_through:
+            self._sent.popleft()
         for rank, gives, _ in self._ends_at(instr.peer):
             if not gives:
                 continue  # another rank of this cell sends it

@@ -96,6 +96,10 @@ class Compute(Protocol):
         """Forget these forwards and all that was counted of them, as they are done anew, here or elsewhere."""
         ...
 
+    def drop_flights(self) -> None:
+        """Forget all forwards whose weight gradients have not run, with their activations."""
+        ...
+
     def empty_message(self) -> torch.Tensor:
         """Return an empty tensor, [s, b, h], for one activation or gradient to be received into."""
         ...
@@ -208,6 +212,7 @@ class Interpreter:
         if progress.ahead:
             progress.ahead.clear()
             self._compute.adopt(())
+        self._progress = Progress(0, 0, keeps=False)  # the step's messages go with it
         if self._arriving:
             raise ScheduleInvalid(
                 f"unused messages at the end of the program: {[*self._arriving]}. The schedule was not verified; "
@@ -237,6 +242,7 @@ class Interpreter:
     def abandon(self) -> None:
         """Let go of messages that will not come: they would keep their group's threads alive until a collection."""
         self._arriving.clear()
+        self._progress = Progress(0, 0, keeps=False)
         self.channels.abandon()
         self._reduction.abandon()
 

@@ -91,6 +91,8 @@ class StepAtHand:
         )
         self._rest = rest.program
         if rest.program is None:
+            # Its activations would lie beside the layers that come.
+            self._model.compute.drop_flights()
             self.progress = None
         return rest
 

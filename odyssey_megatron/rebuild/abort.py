@@ -302,6 +302,13 @@ class AbortableWork(dist._Work):
     def is_completed(self) -> bool:
         return self._waited or self._work.is_completed()
 
+    @property
+    def is_through(self) -> bool:
+        """Whether it has ended without an error, so that nobody reads its tensors any more. Gloo tells only who waits
+        for it.
+        """
+        return self._waited or _is_through(self._work)
+
     def result(self) -> Any:
         return self._work.result()
 

@@ -197,6 +197,8 @@ class Accelerator(Held):
 
     def undo(self, visits: Any) -> None: ...
 
+    def drop_flights(self) -> None: ...
+
     def input_grad(
         self,
         microbatch: int,

@@ -196,6 +196,9 @@ class Stack(Held):
         self._flights[microbatch, first] = [*flight, x]
         return x
 
+    def drop_flights(self) -> None:
+        self._flights.clear()
+
     def adopt(self, visits: Any) -> None:
         ours = {(microbatch, first) for microbatch, first, _ in visits}
         for place, loss in self._ahead.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,3 +47,21 @@ def test_what_is_not_taken_up_is_let_go_of(model):
     assert [output() is None for output in outputs] == [False, True], "and with it the graph"
     backward(model)
     assert model.end.samples_of_losses() == {0: [0]}
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_step_that_begins_anew_keeps_no_activations_for_layers_to_come_beside(model, monkeypatch, goes_on):
+    from odyssey_megatron.execute import step
+    from odyssey_megatron.execute.interrupted import Rest
+
+    rest = Rest(begun=True, program=() if goes_on else None)
+    monkeypatch.setattr(step, "go_on", lambda *args, **others: rest)
+    output = weakref.ref(model.compute.forward(0, 0, 2, None))
+    at_hand = step.StepAtHand(model, torch.device("cpu"), SimpleNamespace(committed=0), None, None)
+    at_hand.progress = SimpleNamespace()
+    assignment = SimpleNamespace(
+        step=lambda number: None, cell=None, plan=SimpleNamespace(keeps_messages=False)
+    )
+    at_hand.go_on(assignment, None, None)
+    gc.collect()
+    assert (output() is not None) is goes_on

@@ -105,3 +105,20 @@ def test_all_random_jobs(part, kind):
         for seed in range(2):
             one = replace(case(number, **KINDS[kind]), **(TIGHT if seed else {}))
             check(one, 100 * number + seed)
+
+
+def test_messages_are_let_go_of_once_the_device_has_sent_them(monkeypatch):
+    """Not at the end of the program, before which a stage has sent all its microbatches' activations."""
+    from odyssey_megatron.execute.channels import Channels
+
+    left, wait = list[int](), Channels.wait_sent
+
+    def waits(self):
+        left.append(len(self._sent))
+        return wait(self)
+
+    monkeypatch.setattr(Channels, "wait_sent", waits)
+    one = Case(stages=2, replicas=1, steps=3, profile=profile())
+    for seed in range(4):
+        check(one, seed)
+    assert min(one for one in left if one) < max(left)

@@ -95,7 +95,7 @@ class MegatronModel:
         """Hold nothing from now on: what this rank was sent in a generation that failed is out of date."""
         self.transfer.discard_incoming()
         self.holdings.forget()
-        self.compute.forget()
+        self.compute.drop_flights()
 
     def take_layout(self, layout: Layout, worker: int) -> None:
         """Hold the layers of ``worker`` under ``layout``, and assemble the blocks to compute with.

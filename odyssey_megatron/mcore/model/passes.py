@@ -73,8 +73,7 @@ class Passes:
         """Run the weight gradients that go to buffers which are about to be replaced."""
         self._flights.flush_bound()
 
-    def forget(self) -> None:
-        """Forget what is in flight."""
+    def drop_flights(self) -> None:
         self._flights.clear()
 
     def forward(
