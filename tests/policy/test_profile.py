@@ -217,6 +217,24 @@ def test_experts_keep_the_tokens_that_they_are_given():
     )
 
 
+def test_what_weight_gradients_keep_besides():
+    """From the input gradient on: whole gradients behind two products with sequence parallelism, as a job of four
+    tensor-parallel ranks has them, and those of each expert's output.
+    """
+
+    def late_bytes(shape, **parallel):
+        return [
+            -one.early_bytes
+            for one in estimated_profile(num_transformer_layers=2, **shape, **parallel).costs.layers
+        ]
+
+    gathered = 2 * 512 * 512 * 2 * 3 // 4
+    assert late_bytes(SHAPE, tensor_parallel_size=4) == [0, gathered, gathered, 0]
+    for whole in ({}, {"tensor_parallel_size": 4, "sequence_parallel": False}):
+        assert late_bytes(SHAPE, **whole) == [0] * 4
+    assert late_bytes(DEEP) == [0, 0, 512 * 2 * 2 * 512, 0]
+
+
 @pytest.mark.parametrize(
     ("modules", "of_dense", "of_sparse", "again_dense", "again_sparse"),
     [

@@ -425,7 +425,9 @@ def _kept(
 
     Attention is fused (arXiv 2205.05198, section 4.2). ``whole`` is of four hidden states, of which a layer that is
     run again as a whole keeps one. The weight gradients of experts need a copy of each token for each expert that it
-    goes to. Ranks that have parts of the same expert all have the copy.
+    goes to, and gradients of what these make of it. Ranks that have parts of the same expert all have the copy. With
+    sequence parallelism the gradient behind a product over pieces of its input is gathered in the input gradient, and
+    kept as a whole on each rank (core/tensor_parallel/layers.py, RowParallelLinear).
 
     Modules that a layer does not have drop nothing, nor does ``core_attn``, which is fused. ``layernorm`` drops the
     output of norms that Transformer Engine does not fuse with a product: in front of multi-latent attention, and of
@@ -451,7 +453,10 @@ def _kept(
     found = [dropped[one] for one in recomputed.modules if one in dropped]
     most, share = whole + attention.kept + numbers + inputs, recomputed.share
     kept = share * whole / 4 + (1 - share) * (most - sum(one for one, _ in found))
-    return kept, most - kept, sum(weights for _, weights in found)
+    is_cut = whole < 4 * hidden_size * tensor_parallel_size  # along the sequence
+    gathered = (bool(attention.weights) + bool(passed and not spread)) * is_cut * hidden_size
+    late = gathered * (tensor_parallel_size - 1) + inputs
+    return kept, most + late - kept, sum(weights for _, weights in found)
 
 
 def _layer_cost(
