@@ -254,9 +254,10 @@ def is_muon(optimizer: str) -> bool:
 def optimizer_of(config: Any, chunks: list[Any], overrides: Any, groups: Any, *, of_layer: bool) -> Any:
     """Megatron's optimizer, a chain, for ``chunks`` of a model; the kind in which each rank keeps all of the state.
 
-    Muon is for matrices, and Adam for the rest (core_v0.16.1 core/optimizer/muon.py, line 165; from 0.18 on Muon is one
-    of the optimizers that ``get_megatron_optimizer`` makes). Both functions modify the config and overrides that they
-    are given.
+    In 16-bit training Megatron leaves a reference to each main parameter at the model's (core_v0.16.1
+    core/optimizer/optimizer.py, line 683). It is taken away: a main parameter that another replaces, or of which only a
+    slice is kept, would live on with it. Megatron reads it for --log-params-norm, which Odyssey computes, and for
+    --qk-clip, which is refused. Both do without where there is none.
 
     Args:
         of_layer: the chunks are a single layer, known to this rank alone, which may have no matrix.
@@ -271,8 +272,23 @@ def optimizer_of(config: Any, chunks: list[Any], overrides: Any, groups: Any, *,
         "use_gloo_process_groups": False,
         "pg_collection": groups,
     }
-    if not is_muon(config.optimizer):
-        return optimizer.get_megatron_optimizer(config, chunks, **given)
+    make: Any = optimizer.get_megatron_optimizer
+    if is_muon(config.optimizer):
+        make, config = _muon(config, chunks, of_layer=of_layer)
+    made = make(config, chunks, **given)
+    for parameter in (one for chunk in chunks for one in chunk.parameters()):
+        vars(parameter).pop("main_param", None)
+    return made
+
+
+def _muon(config: Any, chunks: list[Any], *, of_layer: bool) -> tuple[Any, Any]:
+    """The function that makes Muon's optimizers for ``chunks``, and the config that it takes.
+
+    Muon is for matrices, and Adam for the rest (core_v0.16.1 core/optimizer/muon.py, line 165; from 0.18 on Muon is one
+    of the optimizers that ``get_megatron_optimizer`` makes). Both functions modify the config and overrides that they
+    are given.
+    """
+    from megatron.core import optimizer
     from megatron.core.optimizer import muon
 
     if not getattr(optimizer, "HAVE_EMERGING_OPTIMIZERS", getattr(muon, "HAVE_EMERGING_OPTIMIZERS", True)):
@@ -290,8 +306,8 @@ def optimizer_of(config: Any, chunks: list[Any], overrides: Any, groups: Any, *,
     if hasattr(own, "use_layer_wise_distributed_optimizer"):
         own.use_layer_wise_distributed_optimizer = False
     elif own.optimizer == "muon":
-        return muon.get_megatron_muon_optimizer(own, chunks, **given)
-    return optimizer.get_megatron_optimizer(own, chunks, **given)
+        return muon.get_megatron_muon_optimizer, own
+    return optimizer.get_megatron_optimizer, own
 
 
 def _is_matrix(parameter: Any) -> bool:

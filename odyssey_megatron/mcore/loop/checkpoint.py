@@ -299,8 +299,6 @@ class OptimizerView:
         for one in parts:
             for shown, main in pairs(one):
                 main.data, one.optimizer.state[main] = own[id(shown)][0].data, own[id(shown)][1]
-                if shown is not main:
-                    shown.main_param = own[id(shown)][0]  # type: ignore[attr-defined] # Megatron puts it there
         return whole
 
 
