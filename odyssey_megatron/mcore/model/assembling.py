@@ -45,7 +45,7 @@ def assembled(
             found[ends] = old
             continue
         replacing()
-        _unwrap(parameter for layer in layers if layer.index in sums for parameter in layer.parameters())
+        unwrap(layers)
         found[ends] = make(layers)
         for layer in layers:
             if of_interrupted_step := sums.get(layer.index):
@@ -53,8 +53,8 @@ def assembled(
     return found
 
 
-def _unwrap(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Remove the hooks that DDP has given the ``parameters`` of a block that is to be replaced.
+def unwrap(layers: Iterable[HeldLayer]) -> None:
+    """Remove the hooks that DDP has given the parameters of ``layers``, whose blocks are replaced or dropped.
 
     DDP hooks into each parameter's node of the autograd graph, and has no way to undo it (megatron core_v0.16.1
     core/distributed/distributed_data_parallel.py, line 344). Each wrapper keeps its parameters' nodes alive, and each
@@ -62,7 +62,7 @@ def _unwrap(parameters: Iterable[torch.nn.Parameter]) -> None:
     their hooks would be called in each backward. A graph of an interrupted step has the same nodes: there the next
     wrapper's hooks do what these did.
     """
-    for parameter in parameters:
+    for parameter in (one for layer in layers for one in layer.parameters()):
         if parameter.requires_grad:
             # A node that nobody else keeps is a new one, and torch gives hooks away only by the handle of one more.
             node = get_gradient_edge(parameter).node

@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.mcore.model import rng
-from odyssey_megatron.mcore.model.assembling import assembled
+from odyssey_megatron.mcore.model.assembling import assembled, unwrap
 from odyssey_megatron.mcore.model.experts import Routing
 from odyssey_megatron.mcore.model.holders import digests, odd_ones
 from odyssey_megatron.mcore.model.layers import (
@@ -108,13 +108,18 @@ class Holdings:
             layer.former.clear()  # from now on only others keep these up to date
             if layer.index not in keeps:
                 layer.optimizer = None
-        self.held = {layer.index: layer for layer in self.layers}
+        self._keep(self.layers)
 
     def forget(self) -> None:
         """Hold nothing from now on."""
-        self.held.clear()
         self.blocks = {}
+        self._keep([])
         self.layout = Layout(holders=(), routes=())
+
+    def _keep(self, layers: Sequence[HeldLayer]) -> None:
+        """Drop all layers but ``layers``, with the gradient buffers of blocks that they were in."""
+        before, self.held = self.held, {layer.index: layer for layer in layers}
+        unwrap(layer for index, layer in before.items() if self.held.get(index) is not layer)
 
     # -- what it is made of ---------------------------------------------------------------------------------------
 
@@ -158,7 +163,9 @@ class Holdings:
 
     def idle_block(self) -> LayerBlock:
         """A block of one transformer layer that this worker does not hold, for Megatron's code to look at."""
-        return self._block([self.new_layer(1)])
+        block = self._block([self.new_layer(1)])
+        unwrap(block.layers)  # which nobody trains, and which would keep the block alive
+        return block
 
     def stand_in(self) -> None:
         """Make an unused block of one transformer layer before this rank has joined: code that expects a model finds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +117,9 @@ class LayerOptimizer:
         """One of Megatron's optimizers, and another for experts that are spread over ranks; with Muon, separate ones
         for its matrices and for the rest.
         """
-        self.spans, self._module = spans, module
+        self.spans = spans
+        # The layer has this optimizer. If each kept the other, both would wait for Python's next collection.
+        self._module = weakref.proxy(module)
         self._kept: dict[str, list[_Kept]] = defaultdict(list)
         self.is_all = is_all = is_everything(spans)
         """Whether all state of what this rank has of the layer is kept."""
