@@ -128,6 +128,11 @@ LOAD_BASE_CHECKPOINT = Seam(
     signatures={"0.16": "load_dir args rank0 sharded_state_dict checkpointing_context"},
     open=True,
 )
+REPORT_KEYS = Seam(
+    target="megatron.core.dist_checkpointing.validation:maybe_report_missing_and_unexpected_keys",
+    why="--dist-ckpt-strictness does not ask for what Odyssey never loads",
+    signatures={"0.16": "missing_keys unexpected_keys raise_error"},
+)
 SCHEDULE_ASYNC_SAVE = Seam(
     target="megatron.training.async_utils:schedule_async_save",
     why="a rank writes its checkpoint in a thread, which does not outlive it",

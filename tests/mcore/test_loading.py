@@ -53,3 +53,15 @@ def test_a_failing_disk_and_a_lost_peer_are_none(error):
     with pytest.raises(type(error)) as raised, loading.refused("saved"):
         raise error
     assert raised.value is error
+
+
+def test_a_strict_load_asks_for_no_state_that_is_never_loaded():
+    from megatron.core.dist_checkpointing import validation
+
+    report = validation.maybe_report_missing_and_unexpected_keys
+    never = {"rng_state", "rerun_state_machine_state"}
+    loading.report_keys(report, never, set(), True)
+    with pytest.raises(loading.CheckpointingException, match="Missing keys .*: {'weight'}. $"):
+        loading.report_keys(report, never | {"weight"}, set(), True)
+    with pytest.raises(loading.CheckpointingException, match="Unexpected keys .*: {'rng_state'}. $"):
+        loading.report_keys(report, set(), {"rng_state"}, True)

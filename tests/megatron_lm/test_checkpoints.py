@@ -92,6 +92,12 @@ def test_a_checkpoint_of_files_of_ranks_is_refused_with_the_way_to_convert_it(jo
     assert_same_lines(run, jobs.plain(load, ranks=2, stages=2), first=2)
 
 
+def test_a_strict_load_of_a_plain_checkpoint_goes_on(jobs, name, saved_plain, resumed):
+    """Plain Megatron-LM saves the state of generators, which Odyssey does not load."""
+    flags = f"{MOCK} --load {saved_plain} --dist-ckpt-strictness raise_all"
+    assert_same_lines(jobs.odyssey(name, flags, ranks=4, stages=2), resumed, first=4)
+
+
 TRACKER = "latest_checkpointed_iteration.txt"
 UNUSABLE = {
     # what becomes of it; flags; what is said

@@ -161,6 +161,7 @@ class Door:
             (seam_table.MAYBE_FINALIZE_ASYNC_SAVE, self._saves.finalize),
             (seam_table.SHARDED_METADATA, self._saved.say),
             (seam_table.LOAD_BASE_CHECKPOINT, self._saved.note),
+            (seam_table.REPORT_KEYS, loading.report_keys),
             (seam_table.INIT_PERSISTENT_ASYNC_WORKER, lambda original, *args, **kwargs: None),
             (seam_table.APPEND_TO_PROGRESS_LOG, self._progress.append),
             (seam_table.GET_START_TIME_FROM_PROGRESS_LOG, self._progress.start_time),

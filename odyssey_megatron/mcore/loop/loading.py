@@ -7,7 +7,7 @@ import errno
 import itertools
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,10 @@ _OF_CONTENT = (
 )
 _OF_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EINVAL)
 """EINVAL: torch has sought before the start of an archive that was cut short."""
+_NEVER_LOADED = {"rng_state", "rerun_state_machine_state"}
+"""Keys of what plain Megatron-LM saves and Odyssey has no use for: randomness is a function of the step (I2), and steps
+are not run again by Megatron.
+"""
 
 
 def load(
@@ -46,6 +50,17 @@ def load(
         return [one for place, one in enumerate(loaded) if one not in loaded[:place]]
 
     optimizer.take_over(together(work))
+
+
+def report_keys(
+    original: Callable[..., None],
+    missing_keys: set[str],
+    unexpected_keys: set[str],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Megatron's report of the keys by which a checkpoint and a job differ, without those that no job loads."""
+    original(missing_keys - _NEVER_LOADED, unexpected_keys, *args, **kwargs)
 
 
 def _check_same(args: Any, world: Any) -> None:
