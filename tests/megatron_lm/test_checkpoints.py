@@ -9,7 +9,7 @@ import pytest
 from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_NOT_SAVED
 from odyssey_megatron.mcore.loop.saving import damage
 from tests.launch.jobserver import CHECKOUT
-from tests.megatron_lm.jobs import MOCK, assert_same_iterations, assert_same_lines, behind_a_load
+from tests.megatron_lm.jobs import MOCK, assert_same_iterations, assert_same_lines, behind_a_load, checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +96,13 @@ def test_a_strict_load_of_a_plain_checkpoint_goes_on(jobs, name, saved_plain, re
     """Plain Megatron-LM saves the state of generators, which Odyssey does not load."""
     flags = f"{MOCK} --load {saved_plain} --dist-ckpt-strictness raise_all"
     assert_same_lines(jobs.odyssey(name, flags, ranks=4, stages=2), resumed, first=4)
+
+
+def test_a_job_that_saves_weights_alone_goes_on_with_an_optimizers_state(jobs, name, saved_plain, resumed):
+    folder = jobs.folder / name / "saved"
+    flags = f"{MOCK} --load {saved_plain} --save {folder} --save-interval 6 --no-save-optim"
+    assert_same_lines(jobs.odyssey(name, flags, ranks=4, stages=2), resumed, first=4)
+    assert not [key for key in checkpoint(folder, 6) if "optimizer" in key]
 
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -49,7 +49,20 @@ def load(
         loaded = list(itertools.chain.from_iterable(found))
         return [one for place, one in enumerate(loaded) if one not in loaded[:place]]
 
-    optimizer.take_over(together(work))
+    with _with_optimizer(args):
+        optimizer.take_over(together(work))
+
+
+@contextlib.contextmanager
+def _with_optimizer(args: Any) -> Iterator[None]:
+    """In the body --no-save-optim is not set. With it Megatron asks a checkpoint for no optimizer's state, and then
+    applies what common.pt has of it (core_v0.16.1 megatron/training/checkpointing.py, ``generate_state_dict``).
+    """
+    given, args.no_save_optim = args.no_save_optim, None
+    try:
+        yield
+    finally:
+        args.no_save_optim = given
 
 
 def report_keys(
