@@ -39,6 +39,22 @@ def test_a_damaged_file_is_bad_input(tmp_path, damage):
         DAMAGE[damage](tmp_path / "common.pt")
 
 
+def test_a_checkpoint_without_its_common_file_is_bad_input(tmp_path):
+    """megatron-core 0.16.1 fails while it reports that."""
+    from megatron.core import dist_checkpointing
+
+    backends = {f"{one}_backend_version": 1 for one in ("sharded", "common")}
+    backends |= {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    (tmp_path / "metadata.json").write_text(json.dumps(backends))
+    with pytest.raises(ConfigError, match="No such file .*common.pt"), loading.refused("saved"):
+        dist_checkpointing.load_common_state_dict(str(tmp_path))
+
+
+def test_an_error_of_megatrons_own_is_none_of_a_checkpoint():
+    with pytest.raises(AttributeError), loading.refused("saved"):
+        raise AttributeError("'str' object has no attribute 'iterdir'")
+
+
 def test_flags_that_megatron_finds_at_odds_with_it_are_bad_input():
     why = "class input value 32 and checkpointvalue 24 for total number of iterations do not match"
     with pytest.raises(ConfigError, match=why), loading.refused("saved"):

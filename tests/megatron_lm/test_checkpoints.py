@@ -113,6 +113,7 @@ UNUSABLE = {
     "cut-short": (
         lambda folder: next(folder.glob("*/*.distcp")).write_bytes(b"x"), "", "no checkpoint can be loaded from"
     ),
+    "no-common-file": (lambda folder: next(folder.glob("*/common.pt")).unlink(), "", "common.pt"),
     "of-another-model": (lambda folder: None, "--ffn-hidden-size 96", "Global shape mismatch"),
     "without-optimizer": (lambda folder: None, "--no-save-optim", "Begin with its weights alone: --no-load-optim"),
 }  # fmt: skip

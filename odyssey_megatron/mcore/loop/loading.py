@@ -20,7 +20,7 @@ from odyssey_megatron.names import first_few
 from odyssey_megatron.rebuild.world import Together
 
 _OF_CONTENT = (
-    *(CheckpointException, CheckpointingException, AssertionError),
+    *(CheckpointingException, AssertionError),
     *(EOFError, ValueError, pickle.UnpicklingError),  # a file that was cut short, or overwritten
 )
 _OF_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EINVAL)
@@ -119,6 +119,17 @@ def _is_of_checkpoint(error: BaseException) -> bool:
     return isinstance(error, _OF_CONTENT)
 
 
+def _told_of(error: BaseException) -> BaseException:
+    """The error that says what is wrong where Megatron or torch has raised ``error``."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    # core_v0.16.1 fails while it reports that common.pt is missing (core/dist_checkpointing/strategies/common.py, line
+    # 96: it lists a folder that is a str).
+    if isinstance(error, AttributeError) and error.__context__ is not None:
+        return error.__context__
+    return error
+
+
 @contextlib.contextmanager
 def refused(folder: str) -> Iterator[None]:
     """Turn a failure of Megatron's to load from ``folder`` in the body into a ConfigError, for the user to mend. No
@@ -132,9 +143,9 @@ def refused(folder: str) -> Iterator[None]:
             "folder whose latest_checkpointed_iteration.txt has the number of one, or name that by --ckpt-step."
         ) from end
     except (Exception, CheckpointException) as error:  # that one is a BaseException
-        if not _is_of_checkpoint(error):
+        first = _told_of(error)
+        if not (isinstance(error, CheckpointException) or _is_of_checkpoint(first)):
             raise
-        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         said = traceback.format_exception_only(first)[-1].strip(" .\n")
         raise ConfigError(
             f"no checkpoint can be loaded from {folder}: {said}. Name another one by --load or --ckpt-step if it is "
