@@ -48,6 +48,11 @@ def first_few(numbers: Sequence[int]) -> tuple[Sequence[int], str]:
     return numbers[:_FEW], f" and {more} more" if more > 0 else ""
 
 
+def first_texts(texts: Sequence[str]) -> str:
+    """Return the first three of ``texts`` for a message, and how many more there are."""
+    return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
 def step_name(step: int) -> str:
     """Return a step's number in the journal together with Megatron's: ``step 7 (iteration 8)``."""
     return f"step {step} (iteration {step + 1})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from odyssey_megatron.errors import ConfigError, PeerFailed  # noqa: E402
 from odyssey_megatron.mcore.loop import loading  # noqa: E402
+from tests.mcore.test_saving import cut_short, the_file, written  # noqa: E402
 
 
 def archive(path, change):
@@ -37,6 +39,22 @@ def test_a_damaged_file_is_bad_input(tmp_path, damage):
         loading.refused("saved"),
     ):
         DAMAGE[damage](tmp_path / "common.pt")
+
+
+def test_the_file_that_is_damaged_is_named(tmp_path):
+    """Torch says EOFError, no more."""
+    folder = written(tmp_path / "iter_0000002")
+    cut_short(the_file(folder))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    args = argparse.Namespace(ckpt_step=None)
+    with (
+        pytest.raises(
+            ConfigError,
+            match=r"saved: EOFError\. In .*iter_0000002: __0_0.distcp has \d+ bytes of \d+\. Name",
+        ),
+        loading.refused("saved", lambda: loading.named(str(tmp_path), args)),
+    ):
+        raise EOFError
 
 
 def test_a_checkpoint_without_its_common_file_is_bad_input(tmp_path):

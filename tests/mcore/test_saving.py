@@ -28,6 +28,7 @@ def written(folder: Path) -> Path:
     state = {"a": torch.arange(10.0), "b": torch.ones(3, 5), "object": {"x": 1}}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "metadata.json").write_text("{}")
+    torch.save({"args": {}}, folder / "common.pt")
     return folder
 
 
@@ -54,17 +55,23 @@ def shift(folder):
     change_metadata(folder, change)
 
 
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
 DAMAGE = {
     "an entry without a file": (forget, "stands in no file"),
     "entries of two attempts": (shift, "do not follow upon each other"),
     "a file that is missing": (lambda folder: the_file(folder).unlink(), "is missing"),
-    "a file cut short": (lambda folder: the_file(folder).write_bytes(the_file(folder).read_bytes()[:-1]), "bytes of"),
+    "a file cut short": (lambda folder: cut_short(the_file(folder)), "bytes of"),
     "a file too long": (lambda folder: the_file(folder).write_bytes(the_file(folder).read_bytes() + b"x"), "bytes of"),
     "a file of another attempt": (lambda folder: (folder / "__7_0.distcp").write_bytes(b"x"), "belongs to no entry"),
-    "an empty file": (lambda folder: (folder / "common.pt").touch(), "common.pt is empty"),
+    "an empty file": (lambda folder: (folder / "common.pt").write_bytes(b""), "common.pt is empty"),
     "metadata cut short": (lambda folder: (folder / ".metadata").write_bytes(b"\x80"), ".metadata cannot be read"),
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), ".metadata cannot be read"),
-    "no metadata.json": (lambda folder: (folder / "metadata.json").unlink(), "metadata.json is missing"),
+    "no metadata.json": (lambda folder: (folder / "metadata.json").unlink(), "metadata.json cannot be read"),
+    "metadata.json cut short": (lambda folder: (folder / "metadata.json").write_text("{"), "metadata.json cannot"),
+    "common.pt cut short": (lambda folder: cut_short(folder / "common.pt"), "common.pt is cut short"),
 }  # fmt: skip
 
 

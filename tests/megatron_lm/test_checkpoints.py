@@ -111,7 +111,7 @@ UNUSABLE = {
     "no-number": (lambda folder: (folder / TRACKER).write_text(""), "", "there is no checkpoint to load in"),
     "no-such-folder": (lambda folder: (folder / TRACKER).write_text("7"), "", "iter_0000007"),
     "cut-short": (
-        lambda folder: next(folder.glob("*/*.distcp")).write_bytes(b"x"), "", "no checkpoint can be loaded from"
+        lambda folder: next(folder.glob("*/*.distcp")).write_bytes(b"x"), "", ".distcp has 1 bytes of "
     ),
     "no-common-file": (lambda folder: next(folder.glob("*/common.pt")).unlink(), "", "common.pt"),
     "of-another-model": (lambda folder: None, "--ffn-hidden-size 96", "Global shape mismatch"),

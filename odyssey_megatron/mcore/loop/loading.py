@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.names import first_few
+from odyssey_megatron.mcore.loop import saving
+from odyssey_megatron.names import first_few, first_texts
 from odyssey_megatron.rebuild.world import Together
 
 _OF_CONTENT = (
@@ -130,10 +131,29 @@ def _told_of(error: BaseException) -> BaseException:
     return error
 
 
+def named(folder: str, args: Any) -> Path:
+    """The checkpoint in ``folder`` that Megatron opens, unless there is one that is not persistent. Raises OSError."""
+    return Path(folder) / (f"iter_{args.ckpt_step:07d}" if args.ckpt_step else saving.tracked(Path(folder)))
+
+
+def _damage(opened: Callable[[], Path]) -> str:
+    """What is damaged in the checkpoint that ``opened`` returns, as a sentence of a message; empty if that is unknown.
+    Torch's errors do not name the file.
+    """
+    with contextlib.suppress(Exception):  # the failure is told all the same
+        folder = opened()
+        if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
+            found = saving.damage(folder)
+            return f" In {folder}: {first_texts(found)}." if found else ""
+    return ""
+
+
 @contextlib.contextmanager
-def refused(folder: str) -> Iterator[None]:
+def refused(folder: str, opened: Callable[[], Path] | None = None) -> Iterator[None]:
     """Turn a failure of Megatron's to load from ``folder`` in the body into a ConfigError, for the user to mend. No
     rank has died of it, and the job has not ended well, though Megatron would leave with exit code 0.
+
+    ``opened``: returns the checkpoint that is loaded, which is then searched for damage.
     """
     try:
         yield
@@ -147,8 +167,9 @@ def refused(folder: str) -> Iterator[None]:
         if not (isinstance(error, CheckpointException) or _is_of_checkpoint(first)):
             raise
         said = traceback.format_exception_only(first)[-1].strip(" .\n")
+        damage = _damage(opened) if opened else ""
         raise ConfigError(
-            f"no checkpoint can be loaded from {folder}: {said}. Name another one by --load or --ckpt-step if it is "
-            "damaged or gone; where it is of another model, give the flags that it was saved with; and where the "
+            f"no checkpoint can be loaded from {folder}: {said}.{damage} Name another one by --load or --ckpt-step if "
+            "it is damaged or gone; where it is of another model, give the flags that it was saved with; and where the "
             "schedule is to be another one, --override-opt_param-scheduler."
         ) from error

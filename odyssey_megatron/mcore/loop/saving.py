@@ -9,6 +9,7 @@ behind. Nothing of an attempt outlives it: each rank writes its files itself, an
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import queue
@@ -16,6 +17,7 @@ import secrets
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
-from odyssey_megatron.names import first_few
+from odyssey_megatron.names import first_few, first_texts
 from odyssey_megatron.upstream import seam_table, seams
 
 _UNFINISHED = ".odyssey-"
@@ -230,7 +232,7 @@ def _sweep(folder: Path) -> None:
     for other in folder.parent.glob("iter_*"):
         with contextlib.suppress(OSError):
             other.rmdir()  # made but not filled
-    if folder.name != _tracked(folder.parent):  # perhaps complete, but no tracker file names it
+    if folder.name != tracked(folder.parent):  # perhaps complete, but no tracker file names it
         _remove(folder)
 
 
@@ -238,12 +240,12 @@ def put_back(parent: Path) -> None:
     """Give the latest checkpoint in ``parent`` its name back, if it lost it to a save of the same iteration that did
     not come to its end. Raises OSError.
     """
-    if not (tracked := _tracked(parent)):
+    if not (latest := tracked(parent)):
         return
-    folder = parent / tracked
+    folder = parent / latest
     if folder.is_dir() and any(folder.iterdir()):
         return
-    for before in parent.glob(f"{_UNFINISHED}{tracked}-*{_BEFORE}"):
+    for before in parent.glob(f"{_UNFINISHED}{latest}-*{_BEFORE}"):
         before.rename(folder)
         return
 
@@ -318,10 +320,7 @@ def _is_seen(made: Path) -> bool:
 def _put_in_place(written: Path, folder: Path) -> None:
     if found := damage(written):
         _remove(written)
-        raise NotSaved(
-            f"{folder} was written, but is not complete: {'; '.join(found[:3])}"
-            + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-        )
+        raise NotSaved(f"{folder} was written, but is not complete: {first_texts(found)}")
     _sync(written)
     before = folder.with_name(written.name + _BEFORE)
     try:
@@ -362,8 +361,10 @@ def damage(folder: Path) -> list[str]:
     Every entry of its ``.metadata`` must lie in a file, and every file must have exactly the bytes that its entries
     claim.
     """
-    if not (folder / "metadata.json").is_file():
-        return ["metadata.json is missing"]
+    try:
+        json.loads((folder / "metadata.json").read_text())
+    except (OSError, ValueError) as error:
+        return [f"metadata.json cannot be read: {error!r}"]
     try:
         metadata = FileSystemReader(folder).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
@@ -386,6 +387,9 @@ def damage(folder: Path) -> list[str]:
             found.append(f"{name} is missing")
         elif size != end:
             found.append(f"{name} has {size} bytes of {end}")
+    common = folder / "common.pt"  # core_v0.19.0 writes none
+    if common.is_file() and not zipfile.is_zipfile(common):
+        found.append("common.pt is cut short, or no archive of torch's")
     written = {one.name for one in folder.glob("*.distcp")}
     found += [f"{name} belongs to no entry" for name in sorted(written - claims.keys())]
     return found + [f"{one.name} is empty" for one in folder.iterdir() if not one.stat().st_size]
@@ -400,7 +404,7 @@ def _entries(metadata: Any) -> Iterator[MetadataIndex]:
             yield MetadataIndex(name)
 
 
-def _tracked(parent: Path) -> str:
+def tracked(parent: Path) -> str:
     """The name of the latest checkpoint by the tracker file; empty if there is none."""
     try:
         text = (parent / _TRACKER).read_text().strip()

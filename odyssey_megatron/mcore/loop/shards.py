@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -76,7 +77,7 @@ class Saved:
     def note(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's ``_load_base_checkpoint``; remembers the checkpoint that was opened. Raises ConfigError."""
         folder, given = args[:2]
-        with loading.refused(folder):
+        with loading.refused(folder, lambda: Path(self.folder or loading.named(folder, given))):
             found = original(*args, **kwargs)
         if found[0] is not None:
             self.args, self.folder = found[0].get("args"), str(found[1])
