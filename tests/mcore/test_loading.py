@@ -57,6 +57,18 @@ def test_the_file_that_is_damaged_is_named(tmp_path):
         raise EOFError
 
 
+def test_a_checkpoint_of_another_version_is_said_to_be_one(tmp_path, monkeypatch):
+    import megatron.core
+
+    newer = type("Newer", (), {"__module__": "megatron.core"})
+    monkeypatch.setattr(megatron.core, "Newer", newer, raising=False)
+    torch.save(newer(), tmp_path / "common.pt")
+    why = "saved by another version of Megatron-LM, which has megatron.core.Newer. "
+    with pytest.raises(ConfigError, match=why) as raised, loading.refused("saved"):
+        torch.load(tmp_path / "common.pt", weights_only=True)
+    assert "weights_only" not in str(raised.value)
+
+
 def test_a_checkpoint_without_its_common_file_is_bad_input(tmp_path):
     """megatron-core 0.16.1 fails while it reports that."""
     from megatron.core import dist_checkpointing

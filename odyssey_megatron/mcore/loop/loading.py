@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import pickle
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.loop import saving
 from odyssey_megatron.names import first_few, first_texts
 from odyssey_megatron.rebuild.world import Together
+from odyssey_megatron.upstream import compat
 
 _OF_CONTENT = (
     *(CheckpointingException, AssertionError),
@@ -26,6 +28,8 @@ _OF_CONTENT = (
 )
 _OF_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EINVAL)
 """EINVAL: torch has sought before the start of an archive that was cut short."""
+_UNKNOWN = re.compile(r"Unsupported global: GLOBAL (megatron\.[\w.]*\w)")
+"""How torch says that a file has a class which this process cannot read it with."""
 _NEVER_LOADED = {"rng_state", "rerun_state_machine_state"}
 """Keys of what plain Megatron-LM saves and Odyssey has no use for: randomness is a function of the step (I2), and steps
 are not run again by Megatron.
@@ -166,6 +170,11 @@ def refused(folder: str, opened: Callable[[], Path] | None = None) -> Iterator[N
         first = _told_of(error)
         if not (isinstance(error, CheckpointException) or _is_of_checkpoint(first)):
             raise
+        if isinstance(first, pickle.UnpicklingError) and (found := _UNKNOWN.search(str(first))):
+            raise ConfigError(
+                f"the checkpoint in {folder} was saved by another version of Megatron-LM, which has {found[1]}. "
+                f"megatron-core {compat.check_version()} cannot read that. Load it with the version that saved it."
+            ) from error
         said = traceback.format_exception_only(first)[-1].strip(" .\n")
         damage = _damage(opened) if opened else ""
         raise ConfigError(
