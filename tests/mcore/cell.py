@@ -28,6 +28,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.cells import Cells
@@ -297,7 +298,11 @@ class Rank:
         assert not exact or torch.allclose(totals, theirs["totals"], rtol=ALMOST, atol=0.0), (totals, theirs)
         self.same_sums(made)
         self.slices_are_stepped_alike()
+        copies = [one for own in model.sums._staged.values() for one in own.buffers]
+        assert copies or model.holdings.parts.each.shards == 1
+        refs, copies = [StorageWeakRef(one.untyped_storage()) for one in copies], []
         outcome = model.end.apply(theirs["totals"], lambda: None)
+        assert all(one.expired() for one in refs), "copies of all gradients"
         assert outcome.grad_norm == theirs["norm"]
         self.same(self.state(), made, "after")
         assert torch.allclose(self.squares(), theirs["squares"], rtol=ALMOST, atol=0.0)

@@ -50,8 +50,7 @@ class MegatronModel:
     ):
         """``groups_of_cell``: Megatron's groups for the ``cell`` that this rank is in.
 
-        ``cuts_activations``: whether ranks of a whole cell have a piece of an activation each (sequence parallelism);
-        None: as this cell's config says.
+        ``cuts_activations``: whether a whole cell's ranks have pieces of activations; None: as this cell's config says.
 
         ``spare_on_host``: optimizer state that is kept only for a failure lies in host memory between steps.
 
@@ -85,6 +84,7 @@ class MegatronModel:
         self.transfer, self.sums = StateTransfer(holdings), Sums(holdings, share=1.0 / replicas)
         self.end = StepEnd(
             holdings,
+            self.sums,
             *of_both,
             learning_rate=learning_rate,
             spare_on_host=spare_on_host,

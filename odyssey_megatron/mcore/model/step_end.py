@@ -17,6 +17,7 @@ from odyssey_megatron.mcore.model.layers import HeldLayer
 from odyssey_megatron.mcore.model.logits import LargestLogit
 from odyssey_megatron.mcore.model.loss_scale import LossScale
 from odyssey_megatron.mcore.model.optimizer import LearningRate
+from odyssey_megatron.mcore.model.sums import Sums
 from odyssey_megatron.mcore.model.tally import Tally
 from odyssey_megatron.mcore.pinned import to_device
 from odyssey_megatron.names import first_few, step_name
@@ -32,6 +33,7 @@ class StepEnd:
     def __init__(
         self,
         holdings: Holdings,
+        sums: Sums,
         microbatches: Microbatches,
         loss_scale: LossScale,
         tally: Tally,
@@ -44,7 +46,8 @@ class StepEnd:
 
         ``world_size``: the largest number of ranks that the job may have.
         """
-        self._holdings, self._microbatches, self._tally = holdings, microbatches, tally
+        self._holdings, self._sums = holdings, sums
+        self._microbatches, self._tally = microbatches, tally
         self._routing, self._spare_on_host = holdings.routing, spare_on_host
         self._logits = LargestLogit(holdings.spec.config, holdings.cell.rank, world_size)
         self._loss_scale, self.learning_rate = loss_scale, learning_rate
@@ -160,6 +163,7 @@ class StepEnd:
             NotFinite: the same on every rank, before any weight has changed.
         """
         totals, routed, logits, ahead = torch.split(totals, self._sizes_of_totals)
+        self._sums.forget()  # all agree on the step, so that nobody asks for a worker's own gradients any more
         holdings, microbatches = self._holdings, self._microbatches
         batches, balance, step = microbatches.batches, microbatches.balance, microbatches.step
         seen = balance.seen
