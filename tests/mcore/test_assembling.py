@@ -57,6 +57,35 @@ def test_blocks_that_are_replaced_leave_no_gradient_buffers(change):
         gc.enable()
 
 
+def test_buffers_are_freed_before_the_next_block_is_made(spec, megatron):
+    """Else a rank would have all of its gradients twice for a moment."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from odyssey_megatron.mcore.model.layers import LayerBlock
+
+    model = spec()
+    layers, alive = held(model, megatron), []
+
+    def make(some: list[Any]) -> Any:
+        alive.append([not one.expired() for one in buffers])
+        return LayerBlock(model, some, megatron)
+
+    gc.disable()
+    try:
+        buffers: list[StorageWeakRef] = []
+        now = assembled_anew(layers, {}, HALVES, make)
+        run([*now.values()]).backward()
+        sums = gradients(layers)
+        buffers = [StorageWeakRef(block.buffers[0].untyped_storage()) for block in now.values()]
+        alive.clear()
+        assembled_anew(layers, now, (1, 2, 3, 4), make)
+        assert alive == [[True, True], [True, True], [False, True], [False, True]]
+        assert all(one.expired() for one in buffers)
+    finally:
+        gc.enable()
+    assert all(torch.equal(one, sums[name]) for name, one in gradients(layers).items())
+
+
 def test_a_backward_does_not_get_longer_with_each_change(change):
     """I10: one hook for each parameter is called, and not one for each wrapper that it has had."""
     from torch.autograd.graph import get_gradient_edge

@@ -126,11 +126,19 @@ def test_a_rank_that_is_to_hold_nothing_frees_all(make_model, uncollected):
 
 
 def test_a_block_to_look_at_is_freed_with_its_last_user(model, uncollected):
+    """Also where a layout takes its place."""
+    layout = model.holdings.layout
+    model.forget()
+    model.holdings.create_layers(range(4), dict.fromkeys(range(4), (EVERYTHING,)))
+    model.holdings.stand_in()
+    (stand_in,) = model.holdings.blocks.values()
+    refs = [StorageWeakRef(stand_in.buffers[0].untyped_storage())]
+    del stand_in
+    model.take_layout(layout, 0)
     block = model.holdings.idle_block()
-    (buffer,) = block.buffers
-    of_buffer = StorageWeakRef(buffer.untyped_storage())
-    del block, buffer
-    assert of_buffer.expired()
+    refs.append(StorageWeakRef(block.buffers[0].untyped_storage()))
+    del block
+    assert [one.expired() for one in refs] == [True, True]
 
 
 def test_a_layer_that_returns_before_the_step_is_over_has_the_hooks_of_one_wrapper(model):

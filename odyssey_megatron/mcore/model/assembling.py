@@ -11,7 +11,7 @@ from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.placing.slices import Span
 
-Blocks = Mapping[tuple[int, int], LayerBlock]
+Blocks = dict[tuple[int, int], LayerBlock]
 """Blocks by (first layer, last layer + 1)."""
 
 
@@ -22,7 +22,7 @@ def assembled(
     before: Blocks,
     make: Callable[[Sequence[HeldLayer]], LayerBlock],
     replacing: Callable[[], None],
-) -> dict[tuple[int, int], LayerBlock]:
+) -> Blocks:
     """The blocks of ``worker`` under ``layout``.
 
     Blocks of ``before`` whose layers are the same objects are kept. For the others new blocks are made, into which the
@@ -30,26 +30,34 @@ def assembled(
 
     Args:
         held: all layers that the worker holds under ``layout``, by index.
+        before: the blocks so far, which are taken out. The buffers of one are freed as soon as all its layers are in
+            new blocks, and not only when all of these are made, unless others refer to it.
         make: makes a block of the given layers, with zero gradients.
         replacing: called before each block that is made.
     """
-    sums = {layer.index: layer.gradients() for block in before.values() for layer in block.layers}
+    own = [(block.first, block.last) for block in layout.blocks() if worker in block.holders]
+    layers_of = {ends: [held[layer] for layer in range(*ends)] for ends in own}
+    kept = {
+        ends: before.pop(ends)
+        for ends in own
+        if ends in before and all(a is b for a, b in zip(before[ends].layers, layers_of[ends], strict=True))
+    }
+    replaced = (layer for block in before.values() for layer in block.layers)
+    summed = {layer.index for layer in replaced if layer is held.get(layer.index)}
+    before.clear()
     found = {}
-    for block in layout.blocks():
-        if worker not in block.holders:
-            continue
-        ends = block.first, block.last
-        layers = [held[layer] for layer in range(*ends)]
-        old = before.get(ends)
-        if old is not None and all(a is b for a, b in zip(old.layers, layers, strict=True)):
-            found[ends] = old
+    for ends in own:
+        if ends in kept:
+            found[ends] = kept[ends]
             continue
         replacing()
-        unwrap(layers)
-        found[ends] = make(layers)
-        for layer in layers:
-            if of_interrupted_step := sums.get(layer.index):
-                torch._foreach_copy_(layer.gradients(), of_interrupted_step)
+        going_on = [layer for layer in layers_of[ends] if layer.index in summed]
+        of_interrupted_step = [one for layer in going_on for one in layer.gradients()]
+        unwrap(layers_of[ends])
+        found[ends] = make(layers_of[ends])
+        if of_interrupted_step:
+            now = [one for layer in going_on for one in layer.gradients()]
+            torch._foreach_copy_(now, of_interrupted_step)
     return found
 
 

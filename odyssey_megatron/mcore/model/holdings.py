@@ -92,8 +92,7 @@ class Holdings:
         for layer in layout.held_by(worker):
             if layer not in self.held:  # only its weights are needed, which arrive as after every step
                 self.held[layer] = self.new_layer(layer)
-        before, self.blocks = self.blocks, {}
-        self.blocks = assembled(layout, worker, self.held, before, make=self._block, replacing=replacing)
+        self.blocks = assembled(layout, worker, self.held, self.blocks, make=self._block, replacing=replacing)
         self.layout, self.worker = layout, worker
         lend(self.chunks, self.held)
 
