@@ -122,6 +122,12 @@ SHARDED_METADATA = Seam(
     why="a checkpoint says that a distributed optimizer can load it",
     signatures={"0.16": "args dp_cp_group"},
 )
+GENERATE_STATE_DICT = Seam(
+    target="megatron.training.checkpointing:generate_state_dict",
+    why="a checkpoint has the arguments of the launch line",
+    signatures={"0.16": "args"},
+    open=True,
+)
 LOAD_BASE_CHECKPOINT = Seam(
     target="megatron.training.checkpointing:_load_base_checkpoint",
     why="where the optimizer's state lies in a checkpoint depends on how it was saved",

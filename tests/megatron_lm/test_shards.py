@@ -119,6 +119,22 @@ def test_each_state_is_what_was_saved_to_the_bit(jobs, name, saved, more):
         assert found[key].dtype == expected[key].dtype == torch.float32
 
 
+@pytest.mark.parametrize("more", [pytest.param("", marks=MATRIX), SHARED], ids=["uncut", "cut"])
+def test_a_checkpoint_has_the_arguments_of_the_launch_line(jobs, name, more):
+    """By which Megatron-LM tells whether a job that loads it has another number of replicas."""
+    folder = jobs.folder / f"{name}-saved"
+    run = jobs.odyssey(name, f"{MOCK} {more} --save {folder} {THREE}", ranks=4, stages=2)
+    assert run.exit_code == 0, run.log[-4000:]
+    saved_args = torch.load(folder / "iter_0000003" / "common.pt", weights_only=False)["args"]
+    assert saved_args.use_distributed_optimizer == bool(more)
+    assert saved_args.data_parallel_size == 2
+    going_on = f"{MOCK} {more} --load {folder} --use-checkpoint-args"
+    plain = jobs.plain(going_on, ranks=4, stages=2)
+    again = jobs.odyssey(f"{name}-again", going_on, ranks=4, stages=2)
+    assert_same_lines(again, plain, first=4)
+    assert "Job sharding has changed" not in plain.log + again.log
+
+
 ELSEWHERE = {
     # more flags; ranks and stages of the job that saves, flags, ranks and stages of the one that goes on, who dies
     "uncut": ("", 4, 2, "--odyssey-redundancy state", 4, 4, "rank=2,step=4,at=optimizer"),

@@ -160,6 +160,7 @@ class Door:
             (seam_table.SCHEDULE_ASYNC_SAVE, self._saves.schedule),
             (seam_table.MAYBE_FINALIZE_ASYNC_SAVE, self._saves.finalize),
             (seam_table.SHARDED_METADATA, self._saved.say),
+            (seam_table.GENERATE_STATE_DICT, self._saved.describe),
             (seam_table.LOAD_BASE_CHECKPOINT, self._saved.note),
             (seam_table.REPORT_KEYS, loading.report_keys),
             (seam_table.INIT_PERSISTENT_ASYNC_WORKER, lambda original, *args, **kwargs: None),
@@ -199,7 +200,7 @@ class Door:
             result = original(args, *rest, **kwargs)
             compat.check_microbatches(args)
         refusals.check(args, self._parser)
-        self._feed.replicas = args.data_parallel_size
+        self._feed.replicas = self._saved.replicas = args.data_parallel_size
         self._split_of, self._checks = arguments.split_of(args), args.check_for_nan_in_loss_and_grad
         self._moments = arguments.moments_of(args)
         arguments.adapt(args, self._config)
@@ -294,7 +295,8 @@ class Door:
             start.apply(args, scheduler, optimizer)
             return start
         if args.load is not None or args.pretrained_checkpoint is not None:
-            loading.load(args, self._chunks, optimizer, scheduler, context, work.together)
+            replicas = self._feed.replicas
+            loading.load(args, self._chunks, optimizer, scheduler, context, work.together, replicas=replicas)
         start = Start.of(args, scheduler, work.model.spec.loaded_groups)
         start.note(member)
         return start

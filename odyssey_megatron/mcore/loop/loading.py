@@ -37,9 +37,19 @@ are not run again by Megatron.
 
 
 def load(
-    args: Any, chunks: list[Any], optimizer: Any, scheduler: Any, context: Any, together: Together
+    args: Any,
+    chunks: list[Any],
+    optimizer: Any,
+    scheduler: Any,
+    context: Any,
+    together: Together,
+    *,
+    replicas: int,
 ) -> None:
-    """Run Megatron's own load into ``chunks``, the layers' optimizers and ``args``. Raises ConfigError."""
+    """Run Megatron's own load into ``chunks``, the layers' optimizers and ``args``. Raises ConfigError.
+
+    ``replicas``: of the launch line.
+    """
     from megatron.training import training
 
     def work(world: Any) -> list[Any]:
@@ -54,20 +64,24 @@ def load(
         loaded = list(itertools.chain.from_iterable(found))
         return [one for place, one in enumerate(loaded) if one not in loaded[:place]]
 
-    with _with_optimizer(args):
+    with _adapted(args, replicas):
         optimizer.take_over(together(work))
 
 
 @contextlib.contextmanager
-def _with_optimizer(args: Any) -> Iterator[None]:
-    """In the body --no-save-optim is not set. With it Megatron asks a checkpoint for no optimizer's state, and then
-    applies what common.pt has of it (core_v0.16.1 megatron/training/checkpointing.py, ``generate_state_dict``).
+def _adapted(args: Any, replicas: int) -> Iterator[None]:
+    """In the body ``args`` are as Megatron's load needs them.
+
+    With --no-save-optim it would ask a checkpoint for no optimizer's state, and then apply what common.pt has of it
+    (core_v0.16.1 megatron/training/checkpointing.py, ``generate_state_dict``). And it compares the number of replicas
+    with that of the launch line that the checkpoint was saved under.
     """
-    given, args.no_save_optim = args.no_save_optim, None
+    given = args.no_save_optim, args.data_parallel_size
+    args.no_save_optim, args.data_parallel_size = None, replicas
     try:
         yield
     finally:
-        args.no_save_optim = given
+        args.no_save_optim, args.data_parallel_size = given
 
 
 def report_keys(

@@ -67,6 +67,8 @@ class Saved:
     def __init__(self) -> None:
         self.distributed = False
         """Whether this job's checkpoints are to have the state of a distributed optimizer."""
+        self.replicas = 1
+        """Of the launch line."""
         self.args: Any = None
         self.folder = ""
 
@@ -74,12 +76,22 @@ class Saved:
         """Megatron's ``_build_sharded_state_dict_metadata``, with the type that this job writes."""
         return original(*args, **kwargs) | ({TYPE: BY_PARAMETER} if self.distributed else {})
 
+    def describe(self, original: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        """Megatron's ``generate_state_dict``; its arguments are the launch line's, where Odyssey has changed them."""
+        state = original(args, *rest, **kwargs)
+        told = copy.copy(args)
+        told.use_distributed_optimizer, told.data_parallel_size = self.distributed, self.replicas
+        return state | {"args": told}
+
     def note(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's ``_load_base_checkpoint``; remembers the checkpoint that was opened. Raises ConfigError."""
         folder, given = args[:2]
         with loading.refused(folder, lambda: Path(self.folder or loading.named(folder, given))):
             found = original(*args, **kwargs)
         if found[0] is not None:
+            found[0].pop(
+                "rerun_state_machine", None
+            )  # Odyssey finds out by itself where a wrong number comes from
             self.args, self.folder = found[0].get("args"), str(found[1])
             if found[3].name == "LEGACY":
                 raise ConfigError(
