@@ -44,10 +44,14 @@ class Way(NamedTuple):
 
 
 class Moving:
-    """The transfers to and from this worker that are under way. Each part of a layer travels as one message.
+    """The transfers to and from this worker. Each part of a layer travels as one message.
 
-    What is sent must not change before :meth:`finish` returns, and what is received is not there before. Methods raise
-    what the group raises when the generation ends.
+    Messages begin in the order of the plan, which is one for all ranks. A rank without room for another first waits for
+    its oldest one. That waits only for messages before it in the plan. So ranks never wait for one another in a circle,
+    whatever room each has.
+
+    What is received is not there before :meth:`finish` returns. Methods raise what the group raises when the generation
+    ends.
     """
 
     def __init__(
@@ -66,75 +70,141 @@ class Moving:
         """Begin the transfers. Collective over ``world``: also for members that neither send nor receive anything.
 
         Args:
-            transfers: Those from and to this worker, in an order that the workers at the other ends share.
+            transfers: Those from and to this worker, in the order of the plan.
             world: The group of all members.
             ways: Returns the ways of a transfer's parts, given its number among those of its source and target, too.
+            tensors_to_fill: Called again when a message has come, as the tensors may take memory.
             filled: Called with a layer, a part, a span of it, and its tensors, once these have come.
             checkpoint: Called between layers. It may raise to end the transfers.
 
         Raises:
             TensorsDiffer: On all members alike, before anything is sent.
         """
-        self._checkpoint, self._filled = checkpoint, filled
-        self._sends: list[tuple[Any, torch.Tensor]] = []
-        self._receives: list[tuple[Any, torch.Tensor, tuple[int, int, Span, Tensors]]] = []
-        self.arriving: set[int] = set()
-        """The layers of which something is still to be received."""
-        ours: list[tuple[Transfer, Message, Way, Tensors]] = []
-        numbers: dict[tuple[int, int], Iterator[int]] = defaultdict(count)
-        for transfer in transfers:
-            checkpoint()
-            number = next(numbers[transfer.source, transfer.target])
-            of_layer = tensors_to_send if transfer.source == cell.worker else tensors_to_fill
-            for way in ways(transfer, number):
-                message = Message(transfer.layer, transfer.source, transfer.target, number, way.slot)
-                ours.append((transfer, message, way, of_layer(transfer.layer, way.part, way.span)))
+        self._worker, self._checkpoint, self._filled = cell.worker, checkpoint, filled
+        self._tensors_to_send, self._tensors_to_fill = tensors_to_send, tensors_to_fill
+        # A send does not wait for room to receive, nor a receive for room to send: layers that go on from worker to
+        # worker would move one after the other.
+        self._sends, self._receives = _OneWay(self._end), _OneWay(self._end)
+        ours = [*self._messages(transfers, ways)]
         agree_on_messages(
-            {message: tensors for one, message, _, tensors in ours if one.source == cell.worker},
-            {message: tensors for one, message, _, tensors in ours if one.target == cell.worker},
+            {one.message: one.tensors for one in ours if self._is_sent(one.message)},
+            {one.message: one.tensors for one in ours if one.message.target == cell.worker},
             world,
             who=f"rank {cell.rank}",
             what=lambda message: layer_name(message.layer, num_layers),
         )
-        for transfer, _, way, tensors in ours:
-            if not tensors:  # an embedding whose only weight is tied, and so belongs to another layer
-                if transfer.target == cell.worker:
-                    filled(transfer.layer, way.part, way.span, tensors)
-                continue
-            checkpoint()
-            flat = packed(tensors.values())
-            if transfer.source == cell.worker:
-                self._sends.append((dist.isend(flat, way.rank, **way.where), flat))
-            else:
-                work, layer = dist.irecv(flat, way.rank, **way.where), transfer.layer
-                self._receives.append((work, flat, (layer, way.part, way.span, tensors)))
-                self.arriving.add(layer)
+        room_bytes = next((_room_bytes(one.device) // 2 for one in ours if one.tensors), 0)
+        for one in ours:
+            if one.tensors:
+                self._begin(one, room_bytes)
+            elif not self._is_sent(one.message):  # its only weight is tied, and so belongs to another layer
+                filled(one.message.layer, one.way.part, one.way.span, one.tensors)
+
+    def _messages(
+        self, transfers: Sequence[Transfer], ways: Callable[[Transfer, int], Sequence[Way]]
+    ) -> Iterator[_Moved]:
+        numbers: dict[tuple[int, int], Iterator[int]] = defaultdict(count)
+        for transfer in transfers:
+            self._checkpoint()
+            number = next(numbers[transfer.source, transfer.target])
+            for way in ways(transfer, number):
+                message = Message(transfer.layer, transfer.source, transfer.target, number, way.slot)
+                tensors = self._tensors(message, way)
+                shapes = {
+                    name: torch.empty(one.shape, dtype=one.dtype, device="meta")
+                    for name, one in tensors.items()
+                }
+                yield _Moved(message, way, shapes, _device_of(tensors.values()))
+
+    def _is_sent(self, message: Message) -> bool:
+        return message.source == self._worker
+
+    def _tensors(self, message: Message, way: Way) -> Tensors:
+        of_layer = self._tensors_to_send if self._is_sent(message) else self._tensors_to_fill
+        return of_layer(message.layer, way.part, way.span)
+
+    @property
+    def arriving(self) -> set[int]:
+        """The layers of which something is still to be received."""
+        return {moved.message.layer for moved, _, _ in self._receives.under_way}
+
+    def _begin(self, one: _Moved, room_bytes: int) -> None:
+        self._checkpoint()
+        rank, where = one.way.rank, one.way.where
+        num_bytes = sum(each.nbytes for each in one.tensors.values())
+        if self._is_sent(one.message):
+            self._sends.make_room(num_bytes, room_bytes)
+            flat = packed(self._tensors(one.message, one.way).values())
+            self._sends.add(one, dist.isend(flat, rank, **where), flat)
+        else:
+            self._receives.make_room(num_bytes, room_bytes)
+            flat = torch.empty(num_bytes, dtype=torch.uint8, device=one.device)
+            self._receives.add(one, dist.irecv(flat, rank, **where), flat)
+
+    def _end(self, one: _Moved, work: Any, flat: torch.Tensor) -> None:
+        work.wait()
+        if not self._is_sent(one.message):
+            tensors = self._tensors(one.message, one.way)
+            unpack(flat, list(tensors.values()))
+            self._filled(one.message.layer, one.way.part, one.way.span, tensors)
+        self._checkpoint()
 
     def finish(self) -> None:
         """Return when everything has been sent and received."""
-        for work, flat, filled in self._receives:
-            work.wait()
-            unpack(flat, list(filled[-1].values()))
-            self._filled(*filled)
-            self._checkpoint()
-        for work, _ in self._sends:
-            work.wait()
-            self._checkpoint()
-        self.arriving, self._sends, self._receives = set(), [], []
+        self._receives.finish()
+        self._sends.finish()
+
+
+class _Moved(NamedTuple):
+    """A message that this rank sends or receives."""
+
+    message: Message
+    way: Way
+    tensors: Tensors
+    """Shapes and types only."""
+    device: torch.device
+    """Where its bytes lie while it is under way."""
+
+
+class _OneWay:
+    """The messages under way that this rank sends, or those that it receives; the oldest first."""
+
+    def __init__(self, end: Callable[[_Moved, Any, torch.Tensor], None]):
+        """``end`` waits for a message, given its work and its bytes, which are let go behind it."""
+        self.under_way: deque[tuple[_Moved, Any, torch.Tensor]] = deque()
+        self._end, self._bytes = end, 0
+
+    def make_room(self, num_bytes: int, room_bytes: int) -> None:
+        """Wait for the oldest messages until ``num_bytes`` more fit ``room_bytes``, or none is under way."""
+        while self.under_way and self._bytes + num_bytes > room_bytes:
+            self._end_oldest()
+
+    def add(self, moved: _Moved, work: Any, flat: torch.Tensor) -> None:
+        self.under_way.append((moved, work, flat))
+        self._bytes += flat.nbytes
+
+    def _end_oldest(self) -> None:
+        moved, work, flat = self.under_way.popleft()
+        self._end(moved, work, flat)
+        self._bytes -= flat.nbytes
+
+    def finish(self) -> None:
+        while self.under_way:
+            self._end_oldest()
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 ROOM_BYTES = 2**29
-"""The least room for weights under way. If there is no room for more, the oldest are first put where they belong."""
+"""The least room for what is under way. If there is no room for more, the oldest is first put where it belongs."""
 
 
 def _room_bytes(device: torch.device) -> int:
-    """Return the number of bytes that weights under way may take on this rank.
+    """Return the number of bytes that weights, or layers that move, may take under way on this rank.
 
     It is what steps have needed at their peak beyond what is allocated now: mostly activations, and a step begins
     without any. The allocator knows both numbers without waiting for the device. Other ranks may have other room: a
-    rank that has none waits for weights, but holds up nobody else.
+    rank that has none waits for what is under way.
     """
     if device.type != "cuda":
         return ROOM_BYTES
@@ -323,6 +393,11 @@ class _UnderWay:
     """uint8 [ranks, bytes that the one with most sends]."""
 
 
+def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device of those that are on one, else the host."""
+    return next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
+
+
 def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return all bytes of ``tensors`` in one 1-D uint8 tensor.
 
@@ -330,7 +405,7 @@ def packed(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     of torch's Adam.
     """
     every = [one.detach() for one in tensors]
-    device = next((one.device for one in every if one.device.type != "cpu"), torch.device("cpu"))
+    device = _device_of(every)
     return torch.cat([one.to(device).contiguous().reshape(-1).view(torch.uint8) for one in every])
 
 

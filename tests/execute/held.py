@@ -96,7 +96,7 @@ class Held:
     def tensors_to_fill(self, layer: int, part: int, span: Span) -> dict[str, torch.Tensor]:
         names = self._of_part(layer, part)
         room = self._incoming.setdefault(layer, {})
-        room |= {name: self._empty(layer, name) for name in names}
+        room |= {name: self._empty(layer, name) for name in names if name not in room}
         return _named(room, names)
 
     def discard_incoming(self) -> None:
@@ -108,13 +108,14 @@ class Held:
 
     def take_layout(self, layout: Layout, worker: int) -> None:
         self.held.update(self._incoming)
-        self._incoming.clear()
 
     def expect(self, kept: Mapping[int, tuple[Span, ...]]) -> None: ...
 
     def filled(self, layer: int, part: int, span: Span, tensors: Tensors) -> None: ...
 
-    def settled(self) -> None: ...
+    def settled(self) -> None:
+        self.held.update(self._incoming)
+        self._incoming.clear()
 
     def take_over(self, totals: torch.Tensor, step: int, scale: torch.Tensor) -> None:
         assert not scale.numel()

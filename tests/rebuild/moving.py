@@ -39,8 +39,7 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
     filled: list[Tensors] = []
 
     def to_fill(layer: int, part: int, span: Span) -> Tensors:
-        filled.append({name: one * 0 for name, one in (room if layer == 3 else WHOLE).items()})
-        return filled[-1]
+        return {name: one * 0 for name, one in (room if layer == 3 else WHOLE).items()}
 
     moving = Moving(
         [one for one in TRANSFERS if rank in (one.source, one.target)],
@@ -57,7 +56,7 @@ def move(groups: GroupSet, rank: int, room: Tensors) -> list[Tensors]:
         ],
         tensors_to_send=lambda layer, part, span: {name: one * (rank + 7) for name, one in WHOLE.items()},
         tensors_to_fill=to_fill,
-        filled=lambda layer, part, span, tensors: None,
+        filled=lambda layer, part, span, tensors: filled.append(tensors),
         checkpoint=lambda: None,
     )
     moving.finish()

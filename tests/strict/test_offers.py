@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from odyssey_megatron.plan.placing.groups import passes  # noqa: E402
+from odyssey_megatron.rebuild import transfer  # noqa: E402
 from tests.strict.cases import KINDS, TIGHT, changing  # noqa: E402
 from tests.strict.checking import check  # noqa: E402
 from tests.strict.job import Kill  # noqa: E402
@@ -67,6 +68,30 @@ def test_killed_on_the_way(kind, number, copies):
     one = changing(kind, number, copies=copies)
     ended = check(replace(one, **TIGHT), seed=1)
     assert len(ended.struck) == len(one.kills)
+
+
+@pytest.mark.parametrize("copies", [0, 2])
+@pytest.mark.parametrize("kind", ["come back", "move"])
+def test_layers_move_one_at_a_time_where_memory_is_short(kind, copies, monkeypatch):
+    """Each rank waits for its oldest message before it begins another, and none waits in a circle."""
+    most, waits, add = [], [], transfer._OneWay.add
+    make_room = transfer._OneWay.make_room
+
+    def makes(self, *args):
+        before = len(self.under_way)
+        make_room(self, *args)
+        waits.append(before - len(self.under_way))
+
+    def adds(self, *args):
+        add(self, *args)
+        most.append(len(self.under_way))
+
+    monkeypatch.setattr(transfer._OneWay, "make_room", makes)
+    monkeypatch.setattr(transfer._OneWay, "add", adds)
+    monkeypatch.setattr(transfer, "ROOM_BYTES", 0)
+    check(changing(kind, 0, copies=copies), seed=1)
+    assert set(most) == {1}
+    assert any(waits)
 
 
 def test_whoever_prepares_an_offer_takes_nothing_that_a_recovery_counts_on():
