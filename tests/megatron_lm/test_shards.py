@@ -24,7 +24,7 @@ MATRIX = pytest.mark.matrix
 
 SAVED = {
     # flags of the plain job that saves, its ranks and stages; those of the job that goes on
-    "by-bucket": (SHARED, 4, 2, "", 4, 4),
+    "by-bucket": (SHARED, 4, 2, "--dist-ckpt-strictness raise_all", 4, 4),
     "by-parameter": (f"{BY_PARAMETER} --tensor-model-parallel-size 2", 4, 2, SHARED, 4, 2),
     "by-bucket-of-few-numbers": (
         f"{SHARED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000 "
