@@ -26,6 +26,7 @@ _NODES = Between(1, 100_000, whole=True)
 _PER_NODE = Between(1, 1024, whole=True)
 _PORT = 29500
 """torchrun's default port of the first node."""
+_SHUTDOWN = Between(0, 1_000_000, whole=True)
 _SHUTDOWN_S = 30
 """torchrun's default of --shutdown-timeout, for versions of torch that do not have that flag."""
 LEAST_TORCH = (2, 11)
@@ -152,7 +153,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "master_port": Between(0, 65_535, whole=True),
     "max_restarts": COUNT,
     "monitor_interval": Between(0.001, 3600),
-    "shutdown_timeout": Between(0, 1_000_000, whole=True),
+    "shutdown_timeout": _SHUTDOWN,
     "redirects": _redirects,
     "tee": _redirects,
     "signals_to_handle": _signals,
@@ -288,16 +289,18 @@ def token(*, several: bool) -> str:
 
 def by_signal_s(config: OdysseyConfig) -> float:
     """Return the seconds from SIGTERM to SIGKILL if a signal ends the job and ``--shutdown-timeout`` is not given:
-    torchrun's where ranks run as under torchrun.
+    torchrun's where ranks run as under torchrun. Raises ConfigError.
     """
-    from torch.distributed.launcher.api import LaunchConfig
-
     from odyssey_megatron.launch.wire.verdict import TERMINATE_S
 
     if config.mode == "recover":
         return TERMINATE_S
-    defaults = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
-    return float(getattr(defaults, "shutdown_timeout", _SHUTDOWN_S))
+    # As torch 2.13 distributed/launcher/api.py does, whose LaunchConfig would leave a folder behind each time.
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    try:
+        return float(_SHUTDOWN.read(os.environ.get(name, str(_SHUTDOWN_S))))
+    except ValueError as error:
+        raise ConfigError(f"the variable {name}: {error}.") from None
 
 
 def on_signal(config: OdysseyConfig, nodes: int, script_args: Sequence[str]) -> str:

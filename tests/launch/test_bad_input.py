@@ -76,7 +76,7 @@ def test_arguments_that_torchrun_would_refuse_with_a_traceback(
 
 def test_what_torchrun_refuses_is_one_line(tmp_path):
     script = tmp_path / "script.py"
-    script.touch()
+    script.write_text("import odyssey_megatron")  # or it is told that --odyssey is missing
     command = [sys.executable, "-m", "odyssey_megatron", "run", "--rdzv-conf", "broken", str(script)]
     flags = ["--odyssey-device", "cpu", "--odyssey-run-dir", str(tmp_path / "run")]
     run = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, cwd=CHECKOUT)

@@ -37,7 +37,8 @@ def test_a_job_ends_with_its_launcher(tmp_path):
         str(tmp_path / "go"),
     ]
     argv += ["--odyssey-device", "cpu", "--odyssey-run-dir", str(run)]
-    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT)}
+    # What torchrun leaves behind when it is killed is no business of other tests.
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT), "TMPDIR": str(tmp_path)}
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, "-m", "torch.distributed.run", *argv]
         launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)
