@@ -62,8 +62,8 @@ def test_a_generation_that_does_not_come_is_asked_for(why):
     assert asked == [(4, why or "no newer generation within 0.5 s")]
 
 
-def test_who_comes_goes_to_the_next_offer_if_the_others_do_not_enter_this_one(connect):
-    """One of them could not connect, and declined it."""
+def joining(connect):
+    """What rank 2 hears and enters by, in a process that joins a running job."""
     watch = Watch(
         connect(), lambda text: None, Attention(60.0, 30.0, 0.0), settled=False,
         fallen_everywhere=lambda number, text: True, alone_s=0.0,
@@ -72,6 +72,12 @@ def test_who_comes_goes_to_the_next_offer_if_the_others_do_not_enter_this_one(co
         rank=2, incarnation=1, control=connect(), watch=watch, first_within_s=1.0, next_within_s=1.0,
         ask_retry=lambda number, reason: None, fenced=lambda number, why: None,
     )  # fmt: skip
+    return watch, entering
+
+
+def test_who_comes_goes_to_the_next_offer_if_the_others_do_not_enter_this_one(connect):
+    """One of them could not connect, and declined it."""
+    watch, entering = joining(connect)
     coordinator = connect()
     watch.start(1)
     coordinator.put(keys.generation_key(2), f"{keys.OFFER}2")

@@ -10,15 +10,13 @@ pytest.importorskip("torch")
 
 from odyssey_megatron.cluster.events import OfferFailed, Retry
 from odyssey_megatron.launch.coordinator import offer_tries
-from odyssey_megatron.launch.rank.attention import Attention
-from odyssey_megatron.launch.rank.entering import Entering
 from odyssey_megatron.launch.rank.member import Member
-from odyssey_megatron.launch.rank.watch import Watch
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.plan.sending.generation import Generation
 from tests.launch.jobserver import wait_for
 from tests.launch.played import Job
+from tests.launch.test_entering import joining
 from tests.plan.test_wire import planned
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,14 +90,7 @@ def test_a_rank_that_reads_an_offer_late_waits_for_the_next(connect):
     assert generations.read(whole, 2, coordinator) is None, "it had read the head before"
     prepares = SimpleNamespace(rank=0, incarnation=0, _watcher_control=coordinator, _on_offer=pytest.fail)
     Member._hear_offer(prepares, coordinator.get(keys.generation_key(2)).removeprefix(keys.OFFER))
-    watch = Watch(
-        connect(), lambda text: None, Attention(60.0, 30.0, 0.0), settled=False,
-        fallen_everywhere=lambda number, text: True, alone_s=0.0,
-    )  # fmt: skip
-    entering = Entering(
-        rank=2, incarnation=1, control=connect(), watch=watch, first_within_s=1.0, next_within_s=1.0,
-        ask_retry=lambda number, reason: None, fenced=lambda number, why: None,
-    )  # fmt: skip
+    watch, entering = joining(connect)
     watch.start(1)
     assert watch.await_any(1) == (2, "", True)
     generations.send(offers[3], 1, coordinator)
