@@ -179,7 +179,7 @@ class Interpreter:
         self._weights = weights
         self._reduction = Reduction(ledger, tensor_group)
         self._arriving: dict[tuple[Op, int, int], Pending] = {}
-        self._progress, self._trace = Progress(0, 0, keeps=False), Trace()
+        self._progress, self._trace = _no_step(), Trace()
         self._left: deque[Instr] = deque()
         """The instructions of the program at hand that have not begun."""
         self._handlers: dict[Op, tuple[str, Callable[[Instr], None]]] = {
@@ -212,7 +212,7 @@ class Interpreter:
         if progress.ahead:
             progress.ahead.clear()
             self._compute.adopt(())
-        self._progress = Progress(0, 0, keeps=False)  # the step's messages go with it
+        self._progress = _no_step()
         if self._arriving:
             raise ScheduleInvalid(
                 f"unused messages at the end of the program: {[*self._arriving]}. The schedule was not verified; "
@@ -242,7 +242,7 @@ class Interpreter:
     def abandon(self) -> None:
         """Let go of messages that will not come: they would keep their group's threads alive until a collection."""
         self._arriving.clear()
-        self._progress = Progress(0, 0, keeps=False)
+        self._progress = _no_step()
         self.channels.abandon()
         self._reduction.abandon()
 
@@ -354,6 +354,11 @@ class Interpreter:
         self._progress.add_up(Op.REDUCE_GRAD, -1, instr.first, gradients)
         for own, group, ranks in every:
             self._reduction.start(instr, own, group, ranks, self._sums.share, self._progress)
+
+
+def _no_step() -> Progress:
+    """Return the progress of no step, in place of one that is over: its messages go with it."""
+    return Progress(0, 0, keeps=False)
 
 
 def _is_last(instr: Instr) -> bool:

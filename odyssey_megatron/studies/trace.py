@@ -104,7 +104,7 @@ def read_trace(text: str, gpus: int, name: str = "file", *, gpus_per_node: int =
     """Read lines ``seconds kill|join GPU``, closed by ``seconds end``; ``#`` starts a comment.
 
     A GPU is given by its rank, or as NODE:GPU. NODE:* are all GPUs of a node: those that live die, or the dead come
-    back.
+    back. Lines of the same kind and the same time are one change.
 
     Args:
         gpus: their number. All live at first.
@@ -140,6 +140,9 @@ def read_trace(text: str, gpus: int, name: str = "file", *, gpus_per_node: int =
             state = f"{every} is {'alive' if joins else 'dead'} by then"
             raise ValueError(f"line {number}, {lines[number - 1][:40]!r}: {state}")
         dead = dead.difference(hit) if joins else dead.union(hit)
+        if found and found[-1].t_s == t_s and bool(found[-1].joined) == joins:
+            last = found.pop()  # GPUs that go at the same time are one incident, which is recovered from once
+            hit = (*(last.joined if joins else last.died), *hit)
         found.append(ClusterChange(t_s=t_s, died=() if joins else hit, joined=hit if joins else ()))
     return FailureTrace(name=name, changes=tuple(found), duration_s=end, mtbf_s=end / max(1, len(found)))
 

@@ -119,6 +119,15 @@ def test_traces():
         ClusterChange(t_s=30.0, joined=(4, 5, 6, 7)),
         ClusterChange(t_s=40.0, joined=(0,)),
     )
+    text = "5 join 0\n5 kill 2\n5 kill 4\n5 join 4\n7 end\n1 kill 0\n1 kill 1\n"
+    at_once = read_trace(text, 8)
+    assert at_once.changes == (
+        ClusterChange(t_s=1.0, died=(0, 1)),
+        ClusterChange(t_s=5.0, joined=(0,)),
+        ClusterChange(t_s=5.0, died=(2, 4)),
+        ClusterChange(t_s=5.0, joined=(4,)),
+    )
+    assert at_once.mtbf_s == 7.0 / 4
 
 
 def test_random_failures_may_take_whole_nodes():
