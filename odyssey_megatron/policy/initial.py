@@ -17,7 +17,6 @@ from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import scheduled
-from odyssey_megatron.policy.preparing import prepare
 from odyssey_megatron.policy.routes.mixing import Mixing, judged_by
 from odyssey_megatron.policy.shapes.divide import divided
 from odyssey_megatron.policy.shapes.pipelines import ALIKE, WORTH
@@ -45,7 +44,6 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
         stage_layers=job.stage_layers,
         tied=job.is_tied,
     )
-    prepare(job, state, profile, is_measured=False)
     if not job.chooses_layout:
         return _leanest([_healthy(own, job, state, profile)], job, state, profile)
     plans, reasons = list[Plan](), list[str]()
@@ -71,7 +69,7 @@ def best_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan | Non
     """
     job, costs = replace(job, best_layout=True, spreads_replicas=True), profile.costs
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-    TURNS.run(lambda: search.partitions(len(state.workers), job.num_microbatches), yields=True)
+    TURNS.run(lambda: search.partitions(len(state.workers), job.num_microbatches, thorough=True), yields=True)
     try:
         return initial_plan(job, state, profile)
     except PlanInfeasible:
@@ -133,12 +131,12 @@ def _layouts(
         yield from _turned(own, job, profile)
     if job.best_layout:
         # If the launch line's layout survives the loss of a worker, or of as many as copies of optimizer state were
-        # asked for against, only layouts that do so are tried, if one of them fits.
+        # asked for against, only layouts that do so are tried, if one of them fits. Shadows make any layout do so.
         holders = min(map(len, own.holders))
         for least in dict.fromkeys(min(one, holders) for one in (max(2, job.optimizer_copies), 2, 1)):
             yield from _better(own, job, profile, least)
             yield from _apart(own, job, state, profile, least, plans)
-            if plans:
+            if plans and job.least_holders < least:
                 break
 
 
@@ -162,7 +160,7 @@ def _better(own: Layout, job: JobSpec, profile: Profile, least: int) -> Iterator
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     good = (
         one
-        for one in search.partitions(len(workers), job.num_microbatches)
+        for one in search.partitions(len(workers), job.num_microbatches, thorough=True)
         if one.number >= least and one.shares
     )
     for found in itertools.islice(good, 2):

@@ -28,25 +28,28 @@ are prepared for as far as a decision would look itself: each takes about a tent
 """
 
 
-def prepare(job: JobSpec, state: ClusterState, profile: Profile, *, is_measured: bool) -> None:
+def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
     """Work out what the next decision will look up, so that a recovery does not wait for it.
 
     Optional; worth calling after each change of the profile or of the membership, off the critical path.
-
-    Args:
-        is_measured: whether costs are measured. Estimated ones are used for a few steps, so that only likely losses are
-            prepared for.
     """
     warm_up()
     costs = profile.costs
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-    alive, likely = len(state.alive), losses(state, is_measured=is_measured)
+    alive, likely = len(state.alive), losses(state)
     for lost in likely:
-        search.partitions(alive - lost, job.num_microbatches, thorough=True)
-    others = range(1, min(_NODES_APART * _per_node(state), alive // 4 + 1)) if is_measured else ()
+        prepare_for(alive - lost, job, profile)
+    others = range(1, min(_NODES_APART * _per_node(state), alive // 4 + 1))
     for number in (alive - lost for lost in others if lost not in likely):
         for look in (search.partitions, partial(slid, search)):
             TURNS.run(partial(look, number, job.num_microbatches), yields=True)
+
+
+def prepare_for(workers: int, job: JobSpec, profile: Profile) -> None:
+    """Search for pipelines of that many ``workers``, as a running job has when it loses some and these are left."""
+    costs = profile.costs
+    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
+    search.partitions(workers, job.num_microbatches, thorough=True)
 
 
 def _per_node(state: ClusterState) -> int:
@@ -54,13 +57,12 @@ def _per_node(state: ClusterState) -> int:
     return max(Counter(worker.node for worker in state.workers if worker.alive).values(), default=1)
 
 
-def losses(state: ClusterState, *, is_measured: bool) -> list[int]:
+def losses(state: ClusterState) -> list[int]:
     """Return the numbers of workers that may be lost together; see :func:`prepare`."""
     alive, node = len(state.alive), _per_node(state)
-    found = {2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive} | {1, node}
-    if is_measured:
-        nodes = range(node, _MOST_NODES * node + 1, node)
-        found |= {*range(1, node), *(lost for lost in nodes if 4 * lost <= alive)}
+    nodes = range(node, _MOST_NODES * node + 1, node)
+    found = {2**n for n in range(_MOST_LOST.bit_length()) if 2 ** (n + 2) <= alive}
+    found |= {1, *range(1, node + 1), *(lost for lost in nodes if 4 * lost <= alive)}
     return sorted(lost for lost in found if lost < alive)
 
 
@@ -73,7 +75,7 @@ def incidents(current: Plan, state: ClusterState) -> Iterator[tuple[int, ...]]:
     ranks, alive, owners = [worker.ranks for worker in state.workers], state.alive, current.layout.owners
     yield from (ranks[worker][:1] for worker, *_ in one_of_each(current, state))
     kept_by = {worker: [{*own} for kind in {*owners} for own in kind if worker in own] for worker in alive}
-    for lost in losses(state, is_measured=True)[1:]:
+    for lost in losses(state)[1:]:
         gone, apart = set[int](), len(alive) // lost
         for worker in (one for first in range(apart) for one in alive[first::apart]):
             if len(gone) < lost and not any(own <= gone | {worker} for own in kept_by[worker]):

@@ -51,7 +51,7 @@ def rehearse(
     found = [left for left in _left(state, current, now_s) if left.alive]
     without = bool(found) and _better_without(job, found[0], profile, decide, mtbf_s(found[0]))
     profile = profile.without_messages if without else profile
-    prepare(job, state, profile, is_measured=True)
+    prepare(job, state, profile)
     worth = messages.Worth()
     for left in sorted(found, key=lambda one: len(one.alive)):
 

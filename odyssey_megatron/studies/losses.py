@@ -14,7 +14,7 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
-from odyssey_megatron.policy.preparing import one_of_each
+from odyssey_megatron.policy.preparing import one_of_each, prepare_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,10 @@ def next_losses(
         say(f"what the next loss would do: {at} of {len(kinds)}")
         spans = _spans(plan.layout, workers[0])
         died = RankDied(rank=state.workers[workers[0]].ranks[0], code=-9, cause="asked", t_s=0.0)
+        left = apply(state, died)
+        prepare_for(len(left.alive), job, profile)
         try:
-            after = decide(
-                job=job, state=apply(state, died), previous=plan, profile=profile, config=config, now_s=0.0
-            )
+            after = decide(job=job, state=left, previous=plan, profile=profile, config=config, now_s=0.0)
         except (LayersLost, PlanInfeasible) as error:
             found.append(NextLoss(workers=tuple(workers), spans=spans, why=str(error)))
         else:

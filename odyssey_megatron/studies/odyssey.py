@@ -20,6 +20,7 @@ from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.decided import Decided
 from odyssey_megatron.policy.messages import decided_with_or_without, planned_with_or_without
 from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.policy.preparing import prepare_for
 from odyssey_megatron.policy.replacing import away_s
 from odyssey_megatron.studies.baselines import (
     Running,
@@ -96,6 +97,7 @@ class Odyssey(System):
             return self._restart(world, now, self.now)
         job, previous = self.now.job, replace(self.now.plan, layout=running.layout)
         state, config = without(cluster(world, now), self.left_behind), self._told(world)
+        prepare_for(len(state.alive), job, self.now.profile)
 
         def decided(profile: Profile) -> Decided:
             found = decide(

@@ -23,6 +23,7 @@ from odyssey_megatron.plan.scheduling.lean import MOST_VISITS
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.policy.preparing import prepare_for
 from odyssey_megatron.policy.two_speed import two_speed
 from odyssey_megatron.studies import plan_page, plan_text
 from odyssey_megatron.studies.answer import WhatIf
@@ -155,6 +156,7 @@ def answered(
     profile = replace(profile, costs=replace(profile.costs, keeps_messages=start.plan.keeps_messages))
     job, decision, both, smaller, decide_s, ends, exit_code = planner.job, None, None, None, 0.0, "", 0
     if state != scenario.state:
+        prepare_for(len(state.alive), job, profile)
         began_s = time.perf_counter()
         try:
             decision = decide(

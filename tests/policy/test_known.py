@@ -121,9 +121,8 @@ def test_what_several_nodes_lose_is_looked_up(monkeypatch):
 
 def test_up_to_eight_nodes_and_a_quarter_of_all_workers_are_prepared_for():
     state = initial_state(nodes=tuple(rank // 8 for rank in range(256)))
-    assert losses(state, is_measured=True) == [*range(1, 9), 16, 24, 32, 40, 48, 56, 64]
-    assert losses(state, is_measured=False) == [1, 2, 4, 8, 16, 32, 64]
-    assert losses(initial_state(nodes=tuple(rank // 3 for rank in range(36))), is_measured=True)[-1] == 9
+    assert losses(state) == [*range(1, 9), 16, 24, 32, 40, 48, 56, 64]
+    assert losses(initial_state(nodes=tuple(rank // 3 for rank in range(36))))[-1] == 9
 
 
 def test_numbers_that_rarely_die_together_are_prepared_for_as_a_decision_would_look(monkeypatch):
@@ -137,7 +136,7 @@ def test_numbers_that_rarely_die_together_are_prepared_for_as_a_decision_would_l
     plan = planner.start(job(4, microbatches=12), state, to_json(PROFILE)).plan
     planner.learn(state, plan, OBSERVED, 0.0)
     planner.rehearse(state, plan, 0.0)
-    assert 5 not in losses(state, is_measured=True)
+    assert 5 not in losses(state)
     monkeypatch.setattr(partition, "ranked", lambda *args, **kwargs: pytest.fail("worked out once more"))
     assert planner.decide(died(state, 0, 1, 6, 11, 16), plan, 1.0).plan.policy != "initial"
 
