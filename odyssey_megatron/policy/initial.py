@@ -28,6 +28,9 @@ from odyssey_megatron.policy.shapes.turns import TURNS
 _LEANER = 0.98
 """A fraction of the memory of the best layout: another layout must need less than that to be worth it."""
 
+_TRIED, _MOST_TRIED = 2, 8
+"""The number of partitions, the most promising ones, that are scheduled; and with those that then do not fit."""
+
 
 def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     """Return the failure-free plan: Megatron's own layout, or the best one. Called once before training, when there is
@@ -47,9 +50,9 @@ def initial_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
     if not job.chooses_layout:
         return _leanest([_healthy(own, job, state, profile)], job, state, profile)
     plans, reasons = list[Plan](), list[str]()
-    for layout in _layouts(own, job, state, profile, plans):
+    for layout, holders in _layouts(own, job, state, profile, plans):
         try:
-            plans.append(_healthy(layout, job, state, profile))
+            plans.append(_healthy(layout, job, state, profile, holders))
         except PlanInfeasible as error:
             reasons.append(str(error))
     if not plans:
@@ -124,19 +127,26 @@ def _leanest(plans: Sequence[Plan], job: JobSpec, state: ClusterState, profile: 
 
 def _layouts(
     own: Layout, job: JobSpec, state: ClusterState, profile: Profile, plans: Sequence[Plan]
-) -> Iterator[Layout]:
-    """Yield the layouts to choose from. ``plans``: those of the layouts so far; it grows meanwhile."""
-    yield own
+) -> Iterator[tuple[Layout, int]]:
+    """Yield the layouts to choose from, each with the number of holders that its layers are to have at least.
+
+    ``plans``: those of the layouts so far; it grows meanwhile.
+    """
+    yield own, 0
     if job.virtual_stages > 1:
-        yield from _turned(own, job, profile)
+        yield from ((layout, 0) for layout in _turned(own, job, profile))
     if job.best_layout:
         # If the launch line's layout survives the loss of a worker, or of as many as copies of optimizer state were
-        # asked for against, only layouts that do so are tried, if one of them fits. Shadows make any layout do so.
+        # asked for against, only layouts that do so are tried, if one of them fits: with as many pipelines, or with
+        # fewer that have shadows.
         holders = min(map(len, own.holders))
         for least in dict.fromkeys(min(one, holders) for one in (max(2, job.optimizer_copies), 2, 1)):
-            yield from _better(own, job, profile, least)
-            yield from _apart(own, job, state, profile, least, plans)
-            if plans and job.least_holders < least:
+            for fewest in dict.fromkeys((least, 1)):
+                for layout in _better(own, job, profile, fewest, plans):
+                    if fewest == least or min(map(len, layout.holders)) < least:
+                        yield layout, least
+            yield from ((layout, least) for layout in _apart(own, job, state, profile, least, plans))
+            if plans:
                 break
 
 
@@ -154,8 +164,13 @@ def _turned(own: Layout, job: JobSpec, profile: Profile) -> Iterator[Layout]:
         yield place(shape, workers, own, costs)
 
 
-def _better(own: Layout, job: JobSpec, profile: Profile, least: int) -> Iterator[Layout]:
-    """Yield layouts of the same workers with at least ``least`` pipelines, the best one first."""
+def _better(
+    own: Layout, job: JobSpec, profile: Profile, least: int, plans: Sequence[Plan]
+) -> Iterator[Layout]:
+    """Yield layouts of the same workers with at least ``least`` pipelines, the best one first.
+
+    ``plans``: see :func:`_layouts`. What turns out not to fit does not count as tried.
+    """
     costs, workers = profile.costs, own.workers
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     good = (
@@ -163,8 +178,10 @@ def _better(own: Layout, job: JobSpec, profile: Profile, least: int) -> Iterator
         for one in search.partitions(len(workers), job.num_microbatches, thorough=True)
         if one.number >= least and one.shares
     )
-    for found in itertools.islice(good, 2):
-        yield place(search.shape_of(found, len(workers), job.num_microbatches), workers, own, costs)
+    wanted = len(plans) + _TRIED
+    for found in itertools.islice(good, _MOST_TRIED):
+        if len(plans) < wanted:
+            yield place(search.shape_of(found, len(workers), job.num_microbatches), workers, own, costs)
     if job.revisits:
         for shape in divided(search, len(workers), job.num_microbatches, least):
             yield place(shape, workers, own, costs)
@@ -199,15 +216,21 @@ def _apart(
             yield found
 
 
-def _healthy(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Plan:
+def _healthy(
+    layout: Layout, job: JobSpec, state: ClusterState, profile: Profile, least_holders: int = 0
+) -> Plan:
     if job.spreads_replicas:
         layout = spread(layout, state.nodes, job.optimizer_copies)
-    layout = _held(layout, job, state, profile)
+    layout = _held(layout, job, state, profile, least_holders)
     return scheduled("initial", layout, (), state, profile, job=job, eager=job.eager_forwards)
 
 
-def _held(layout: Layout, job: JobSpec, state: ClusterState, profile: Profile) -> Layout:
-    """Return ``layout`` with the holders, and the keepers of optimizer state, that the job asks for."""
-    nodes = state.nodes
-    layout = with_shadows(layout, None, nodes, job.least_holders, profile.costs, eager=job.eager_forwards)
+def _held(
+    layout: Layout, job: JobSpec, state: ClusterState, profile: Profile, least_holders: int = 0
+) -> Layout:
+    """Return ``layout`` with the holders, and the keepers of optimizer state, that the job asks for, and at least
+    ``least_holders`` of each layer.
+    """
+    nodes, least = state.nodes, max(job.least_holders, least_holders)
+    layout = with_shadows(layout, None, nodes, least, profile.costs, eager=job.eager_forwards)
     return with_keepers(layout, None, nodes, job.optimizer_copies)

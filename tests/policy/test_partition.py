@@ -9,13 +9,15 @@ import pytest
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import Share, apply, initial_state, with_slow_links
+from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.placing.memory import fullest_bytes
 from odyssey_megatron.policy.case import Case, in_cluster
 from odyssey_megatron.policy.costs.profile import Profile
-from odyssey_megatron.policy.decide import scheduled
+from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.policies import replan
+from odyssey_megatron.policy.preparing import prepare_for
 from odyssey_megatron.policy.routes.links import around
 from odyssey_megatron.policy.shapes import partition
 from odyssey_megatron.policy.shapes.kinds import Slow, stages_of
@@ -140,6 +142,49 @@ def test_the_best_layout_has_as_many_owners_of_optimizer_state_as_were_asked_for
     for copies, holders in ((0, 2), (2, 2), (3, 3)):
         plan = initial_plan(replace(job, optimizer_copies=copies), state, Profile(costs=found))
         assert min(map(len, plan.layout.holders)) == holders
+
+
+def tight(layers, stages, microbatches, memory_bytes, activation_bytes, **more):
+    """A job of two pipelines that memory binds, which chooses its layout; and its profile."""
+    costs = uniform_costs(layers, ends=True, state_bytes=4, activation_bytes=activation_bytes)
+    job = JobSpec(
+        num_layers=layers + 2, pipeline_model_parallel_size=stages, tensor_model_parallel_size=1,
+        num_microbatches=microbatches, tokens_per_step=1, train_steps=1, best_layout=True, **more,
+    )  # fmt: skip
+    return job, Profile(costs=replace(costs, memory_bytes=memory_bytes))
+
+
+def test_the_best_layout_may_be_one_pipeline_with_shadows():
+    """Two pipelines of two workers keep the same state, and more activations."""
+    job, profile = tight(14, 2, 4, 68, 4)
+    plan = initial_plan(job, initial_state(nodes=(0, 1, 2, 3)), profile)
+    assert (plan.layout.lengths, min(map(len, plan.layout.holders))) == ("4", 2)
+    assert plan.step_s == 63.0
+    two = next(iter(Search(profile.costs, 68).partitions(4, 4)[1:]))
+    assert (two.number, two.estimate_s) == (2, 68.0)
+
+
+def test_layouts_that_turn_out_not_to_fit_do_not_count_as_tried():
+    """With two copies of optimizer state three pipelines are thought to fit, which would be faster."""
+    job, profile = tight(22, 3, 6, 124, 8, revisits=True)
+    state = initial_state(nodes=(0,) * 6)
+    plans = [initial_plan(replace(job, optimizer_copies=copies), state, profile) for copies in (0, 2)]
+    assert plans[0].step_s == plans[1].step_s
+    assert len(plans[1].layout.routes) == 2
+
+
+def test_a_large_healthy_job_is_no_slower_than_with_a_worker_less():
+    profile, config = preset_profile("llama2-7b", "h100"), OdysseyConfig(mtbf_s=1e9, horizon_s=1e6)
+    job = JobSpec(
+        num_layers=len(profile.costs.layers), pipeline_model_parallel_size=8, tensor_model_parallel_size=1,
+        num_microbatches=136, tokens_per_step=1, train_steps=1, optimizer_copies=2, best_layout=True,
+    )  # fmt: skip
+    state = initial_state(nodes=tuple(worker // 8 for worker in range(136)))
+    best = initial_plan(job, state, profile)
+    fewer = apply(state, RankDied(rank=0, code=-9, cause="killed", t_s=0.0))
+    prepare_for(135, job, profile)
+    after = decide(job=job, state=fewer, previous=best, profile=profile, config=config, now_s=0.0)
+    assert best.step_s <= after.best.step_s
 
 
 @pytest.mark.parametrize("memory_is_known", [False, True])
