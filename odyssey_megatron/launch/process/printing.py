@@ -7,7 +7,9 @@ reads is another matter: see ``tap.py``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 import sys
 from typing import Any
 
@@ -24,7 +26,8 @@ def spare() -> None:
             with contextlib.suppress(OSError):
                 stream.flush()
             spared = io.TextIOWrapper(
-                io.BufferedWriter(_Spared(descriptor)),
+                # By ``python -u`` nothing is kept: a rank that is killed has written what it has printed.
+                _Spared(descriptor) if stream.write_through else io.BufferedWriter(_Spared(descriptor)),
                 encoding=stream.encoding,
                 errors=stream.errors,
                 line_buffering=stream.line_buffering,
@@ -39,16 +42,32 @@ class _Spared(io.FileIO):
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "wb", closefd=False)
-        self._lost, self._why = 0, ""
-        """Number of lines that were lost, and the reason for the last of them."""
+        self._lost, self._within_line, self._why = 0, False, ""
+        """Number of lines that were lost, whether a further one was begun, and the reason for the last of them."""
 
-    def write(self, data: Any) -> int | None:  # type: ignore[override] # None, as of FileIO: it would block
-        try:
-            if self._lost:
-                missing = f"{self._lost} line(s) are missing here, as they could not be written ({self._why})"
-                super().write(f"[odyssey] {missing}.\n".encode())
-                self._lost = 0
-            return super().write(data)
-        except OSError as error:
-            self._lost, self._why = self._lost + bytes(data).count(b"\n"), error.strerror or repr(error)
-            return len(data)
+    def write(self, data: Any) -> int:
+        text = rest = bytes(data)
+        missing = self._lost + self._within_line
+        note = f"[odyssey] {missing} line(s) are missing here, as they could not be written ({self._why}).\n"
+        if missing and not self._put(note.encode()):
+            self._lost, self._within_line, missing = 0, False, 0
+        if not missing:
+            rest = self._put(rest)
+        if rest:
+            self._lost += rest.count(b"\n")
+            self._within_line = not rest.endswith(b"\n")
+        return len(text)
+
+    def _put(self, text: bytes) -> bytes:
+        """Return what could not be written of ``text``. A write may take a part, and the stream would not go on."""
+        while text:
+            try:
+                written = super().write(text)
+            except OSError as error:
+                self._why = error.strerror or repr(error)
+                break
+            if written is None:  # a full pipe that does not block
+                self._why = os.strerror(errno.EAGAIN)
+                break
+            text = text[written:]
+        return text
