@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import signal
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -53,3 +58,22 @@ def test_the_first_screen_of_the_readme_says_what_to_type(checkout):
     first = "\n".join((checkout / "README.md").read_text().splitlines()[:30])
     for text in ("examples/llama/demo.sh", "tests/run.sh", "recover.py", "launch/"):
         assert text in first
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_the_shell_that_writes_the_exit_code_outlives_a_signal_to_all_processes(checkout, tmp_path, number):
+    """As Slurm sends it: the shell's death would end the job before it has saved."""
+    (line,) = re.findall(
+        r"`([^`]*odyssey run \.\.\.; echo \$\? > FILE)`", (checkout / "docs/running.md").read_text()
+    )
+    saves = f"import signal, sys; signal.signal({number:d}, lambda *_: sys.exit(92)); print(flush=True); signal.pause()"
+    file = tmp_path / "code"
+    line = line.replace("odyssey run ...", shlex.join([sys.executable, "-c", saves])).replace(
+        "FILE", str(file)
+    )
+    shell = subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, start_new_session=True)
+    assert shell.stdout is not None
+    shell.stdout.readline()
+    os.killpg(shell.pid, number)
+    shell.communicate(timeout=20)
+    assert (shell.returncode, file.read_text()) == (0, "92\n")
