@@ -302,10 +302,7 @@ class Session:
 
     def note_not_saved(self, iteration: int, why: str) -> None:
         """Tell the user, and the journal, that a checkpoint is missing."""
-        sys.stderr.write(
-            f"[odyssey] THE CHECKPOINT OF ITERATION {iteration} WAS NOT SAVED: {why}. The one before is still the "
-            "latest; training goes on.\n"
-        )
+        sys.stderr.write(f"[odyssey] THE CHECKPOINT OF ITERATION {iteration} WAS NOT SAVED: {why}.\n")
         self._journal.event("not_saved", step=iteration, why=why)
 
     def post(self, spec: JobSpec, profile: Profile, settings: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed import checkpoint as dcp  # noqa: E402
 
 from odyssey_megatron.errors import ConfigError  # noqa: E402
-from odyssey_megatron.mcore.loop import saving  # noqa: E402
+from odyssey_megatron.mcore.loop import background, saving  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("save_and_die.py")
 
@@ -246,6 +247,22 @@ def args_of(**given):
         "non_persistent_ckpt_type",
     ]
     return argparse.Namespace(**dict.fromkeys(nothing) | given)
+
+
+def test_what_is_said_of_a_folder_behind_a_failed_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        background.os, "statvfs", lambda folder: SimpleNamespace(f_frsize=4096, f_bavail=3, f_blocks=1 << 20)
+    )
+    free = "12,288 bytes of 4.0 GiB are free"
+    assert background.standing(tmp_path) == f"In {tmp_path} there is no checkpoint, and {free}"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert (
+        background.standing(tmp_path)
+        == f"In {tmp_path} iter_0000007 is still the latest checkpoint, and {free}"
+    )
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff")
+    monkeypatch.undo()
+    assert background.standing(tmp_path / "gone") == f"In {tmp_path / 'gone'} there is no checkpoint"
 
 
 def test_an_interval_of_saves_of_no_type_is_refused(tmp_path):

@@ -154,7 +154,9 @@ def test_a_save_that_lacks_a_byte_is_said_and_training_goes_on(jobs, name, itera
     run = jobs.odyssey(name, flags, ranks=4, stages=2, before=before)
     assert run.exit_code == exit_code, run.log[-4000:]
     assert run.log.count(f"THE CHECKPOINT OF ITERATION {iteration} WAS NOT SAVED") == 1
-    assert f"MiB are free in {folder}" in run.log, "what a full disk is known by"
+    has = "there is no checkpoint" if iteration == 2 else "iter_0000004 is still the latest checkpoint"
+    assert f". In {folder} {has}, and " in run.log
+    assert " are free.\n" in run.log, "what a full disk is known by"
     assert f"successfully saved checkpoint from iteration {iteration:7d}" not in run.log
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == latest
     saved = [2, 4, 6]

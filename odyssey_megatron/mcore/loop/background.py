@@ -9,9 +9,12 @@ of the step that they have reached.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.mcore.loop import saving
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.plugin import Session
+from odyssey_megatron.names import size_text
 from odyssey_megatron.rebuild.world import Together
 
 
@@ -71,6 +75,19 @@ def _copied(buckets: Sequence[Any], on_host: Sequence[Any]) -> list[Any]:
         (*names, (data, [(item, one.clone() if id(one) in old else one) for item, one in tensors]))
         for *names, (data, tensors) in on_host
     ]
+
+
+def standing(folder: Path) -> str:
+    """What ``folder`` has behind a failed save, as a sentence: a checkpoint to go on from, and room for another one."""
+    has = []
+    with contextlib.suppress(OSError, ValueError):
+        latest = saving.tracked(folder)
+        has.append(f"{latest} is still the latest checkpoint" if latest else "there is no checkpoint")
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(folder)
+        free, size = (size_text(blocks * disk.f_frsize) for blocks in (disk.f_bavail, disk.f_blocks))
+        has.append(f"{free} of {size} are free")
+    return f"In {folder} {', and '.join(has)}" if has else f"{folder} cannot be read"
 
 
 class Saves:
@@ -226,8 +243,8 @@ class Saves:
         if dist.get_rank() == 0:
             self._job.session.note_save(self._job.runtime.committed, self._waited_s)
             if why:
-                room = saving.room(self._begun[0], **self._how[-1])
-                self._job.session.note_not_saved(self._begun[0], f"{why} ({room})" if room else why)
+                stands = standing(saving.where(self._begun[0], **self._how[-1]).parent)
+                self._job.session.note_not_saved(self._begun[0], f"{why}. {stands}")
 
     def _fault(self, step: int) -> None:
         self._job.fault_point("checkpoint", step=step, generation=self._job.runtime.generation, microbatch=-1)

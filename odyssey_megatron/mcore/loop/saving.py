@@ -167,23 +167,12 @@ def tidy(iteration: int, **kwargs: Any) -> None:
         _begin(iteration, **kwargs)
 
 
-def room(iteration: int, **kwargs: Any) -> str:
-    """How much room there is for checkpoints, for a message; empty if that is unknown. Arguments as for
-    :func:`attempt`.
-    """
-    folder = _where(iteration, **kwargs).parent
-    with contextlib.suppress(OSError):
-        disk = os.statvfs(folder)
-        free, size = (blocks * disk.f_frsize >> 20 for blocks in (disk.f_bavail, disk.f_blocks))
-        return f"{free} of {size} MiB are free in {folder}"
-    return ""
-
-
 def _begin(iteration: int, **kwargs: Any) -> None:
-    begin(_where(iteration, **kwargs))
+    begin(where(iteration, **kwargs))
 
 
-def _where(iteration: int, **kwargs: Any) -> Path:
+def where(iteration: int, **kwargs: Any) -> Path:
+    """The folder to which Megatron saves. Arguments as for :func:`attempt`."""
     from megatron.training import get_args
 
     return _folder_of(get_args(), iteration, non_persistent=kwargs.get("non_persistent_ckpt", False))
