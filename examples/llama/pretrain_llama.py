@@ -51,9 +51,13 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="balance experts without an auxiliary loss",
     )
-    parser.add_argument("--data-path", default="", help="prefix of a Megatron dataset; default: built here")
     parser.add_argument(
-        "--data-cache-path", default="", help="where dataset indices are kept; default: in run dir"
+        "--data-path", default="", help="prefix of a Megatron dataset; default: built in the run folder"
+    )
+    parser.add_argument(
+        "--data-cache-path",
+        default="",
+        help="folder of the dataset's indices, which all nodes have in common; default: in the run folder",
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="with tensor parallelism")
     parser.add_argument(
@@ -239,13 +243,20 @@ def build_dataset(args: argparse.Namespace, run_dir: str) -> Any:
                 "flag out to train on the built-in text."
             )
     prefix = args.data_path or corpus.build(Path(run_dir) / "corpus" / "topics")
-    return corpus.dataset(
-        prefix,
-        seq_length=args.seq_length,
-        num_samples=args.train_iters * args.global_batch_size,
-        seed=args.seed,
-        cache=Path(args.data_cache_path or Path(run_dir) / "corpus" / "cache"),
-    )
+    try:
+        return corpus.dataset(
+            prefix,
+            seq_length=args.seq_length,
+            num_samples=args.train_iters * args.global_batch_size,
+            seed=args.seed,
+            cache=Path(args.data_cache_path or Path(run_dir) / "corpus" / "cache"),
+        )
+    except FileNotFoundError as error:  # of ranks other than 0: Megatron builds indices on that one alone
+        raise ConfigError(
+            f"{error.filename} does not exist on this node. Rank 0 has built the dataset's indices where it alone "
+            "sees them. Name folders that all nodes have in common: by --odyssey-run-dir, or, if nodes have run "
+            "folders of their own, by --data-path and --data-cache-path."
+        ) from error
 
 
 def scheduler_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
+
+from odyssey_megatron.errors import ConfigError
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -67,3 +71,22 @@ def test_the_iterator_yields_the_microbatch_that_is_named():
     assert source.fetched == {3: [14, 15], 0: [8, 9]}
     source.begin(16)
     assert source.fetched == {}
+
+
+def test_indices_that_rank_0_has_built_on_another_node_are_said_to_be_missing(
+    megatron, tmp_path, monkeypatch
+):
+    import pretrain_llama
+    from torch import distributed as dist
+
+    args = argparse.Namespace(
+        data_path="", data_cache_path="", seq_length=16, train_iters=2, global_batch_size=2, seed=1
+    )
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    pretrain_llama.build_dataset(args, str(tmp_path / "node0"))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    assert len(pretrain_llama.build_dataset(args, str(tmp_path / "node0"))) >= 4
+    with pytest.raises(ConfigError, match=r"_index.npy does not exist on this node.* --data-cache-path"):
+        pretrain_llama.build_dataset(args, str(tmp_path / "node1"))
