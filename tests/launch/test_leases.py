@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,8 +17,10 @@ from odyssey_megatron.config import LEASE_S
 from odyssey_megatron.launch.agent.agent import OdysseyAgent
 from odyssey_megatron.launch.coordinator.coordinator import _TICK_S
 from odyssey_megatron.launch.wire import control as keys
+from odyssey_megatron.launch.wire.awake import Pauses
 from odyssey_megatron.launch.wire.leases import HostOfJob, Leases, beats
-from tests.launch.jobserver import events, wait_for
+from odyssey_megatron.launch.wire.lost_host import COMES_BACK_S
+from tests.launch.jobserver import CHECKOUT, events, wait_for
 from tests.launch.played import Job
 
 pytestmark = pytest.mark.usefixtures("rendezvous")
@@ -53,6 +58,59 @@ def test_a_node_is_lost_by_the_shortest_lease(connect):
     agent(connect, 0).put(keys.lease_key(1), "")
     lost = [one for look in range(20) for one in leases.expired(2 * _TICK_S * look)]
     assert [one.node for one in lost] == [1]
+
+
+@pytest.mark.parametrize(
+    ("stood_still_s", "others", "alone"),
+    [
+        ((0.0, 20.0), "gone", True),
+        ((0.0, 20.0), "one is there", False),
+        ((0.0, 3.0), "gone", False),  # they wait for longer
+        ((-60.0, -30.0), "gone", False),  # they went on with this host
+    ],
+)
+def test_a_host_that_others_do_not_wait_for_is_alone(connect, stood_still_s, others, alone):
+    pauses = Pauses(0.9 * 3.0 + COMES_BACK_S)
+    leases = Leases(connect(), [1, 2], 3.0, here=0, pauses=pauses)
+    first, second = agent(connect, 0), connect(writer="agent2", incarnation=0)
+    for one, key in ((first, keys.lease_key(1)), (second, keys.lease_key(2))):
+        one.put(key, "")
+    assert leases.expired(-0.1) == []
+    pauses.note(*stood_still_s)
+    lost, now_s = [], 20.0
+    first.put(keys.lease_key(1), "")  # was on its way when the other node left
+    second.put(keys.lease_key(2), "")
+    while not lost:
+        assert leases.left_alone(lost, now_s) == ""
+        if others == "one is there":
+            second.put(keys.lease_key(2), "")
+        lost = leases.expired(now_s)
+        now_s += 0.3
+    why = leases.left_alone(lost, now_s)
+    assert why.startswith("this host of the job stood still for 20.0 s.") == bool(why) == alone
+    assert ("The other nodes wait 5.5 s for it (--odyssey-node-lease-s + 2.5 s)" in why) == alone
+
+
+@pytest.mark.timeout(20)
+def test_a_process_knows_how_long_it_was_stopped():
+    """And not that another one of its threads had long work."""
+    says = (
+        "import threading, time; from odyssey_megatron.launch.wire.awake import Pauses\n"
+        "pauses = Pauses(0.5); pauses.start(); print(flush=True)\n"
+        "time.sleep(0.8); ends = time.monotonic() + 1.0\n"
+        "while time.monotonic() < ends: pass\n"
+        "print(pauses.lasted_s, flush=True); input(); time.sleep(0.3); print(pauses.lasted_s)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", says], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=CHECKOUT, text=True
+    ) as process:
+        assert process.stdout.readline() == "\n"
+        assert float(process.stdout.readline()) == 0.0
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGCONT)
+        out, _ = process.communicate("\n")
+    assert 1.3 < float(out) < 2.5
 
 
 def test_an_agent_whose_place_is_taken_hears_of_it(connect):

@@ -82,17 +82,32 @@ def test_messages_that_time_out_while_everybody_is_stopped(toy, tmp_path):
     assert all(not dead for dead in decided(tmp_path))
 
 
-@pytest.mark.parametrize("frozen", ["both", "the first"])
-def test_nodes_that_are_stopped(server, tmp_path, frozen):
-    """For twice a lease. Whoever is not stopped waits, as the other's kernel answers."""
+@pytest.mark.parametrize(
+    ("frozen", "seconds"),
+    [("both", 2.0), ("the first", 2.0), pytest.param("both", 6.0, marks=pytest.mark.matrix)],
+)
+def test_nodes_that_are_stopped(server, tmp_path, frozen, seconds):
+    """Whoever is not stopped waits for a lease and 2.5 s, as the other's kernel answers."""
     jobs = start(server, tmp_path, ("two nodes", "two nodes"))
     wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 30, "all ranks in their groups")
     pids = [pid for job in jobs[: 2 if frozen == "both" else 1] for pid in tree(job.pid)]
-    freeze(pids, 2.0)
+    freeze(pids, seconds)
     (tmp_path / "go").touch()
     assert [job.wait(30) for job in jobs] == [0, 0], jobs[0].log() + jobs[1].log()
     assert committed(tmp_path) == dict.fromkeys(range(4), 30)
     assert decided(tmp_path) == []
+
+
+@pytest.mark.matrix
+def test_the_first_node_is_stopped_for_longer_than_the_other_one_waits(server, tmp_path):
+    """It does not go on with the ranks of its own node."""
+    jobs = start(server, tmp_path, ("two nodes", "two nodes"))
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 30, "all ranks in their groups")
+    freeze(tree(jobs[0].pid), 6.0)
+    assert [job.wait(10) for job in jobs] == [1, 1], jobs[0].log() + jobs[1].log()
+    assert "this host of the job stood still for 6." in jobs[0].log()
+    assert "Traceback" not in jobs[0].log()
+    assert not any(decided(tmp_path)), "the other node was not lost"
 
 
 @pytest.mark.matrix

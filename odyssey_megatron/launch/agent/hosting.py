@@ -23,7 +23,9 @@ from odyssey_megatron.launch.process import run_folder
 from odyssey_megatron.launch.process.open_files import check_many
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.admission import OTHER_TOKEN
+from odyssey_megatron.launch.wire.awake import Pauses
 from odyssey_megatron.launch.wire.control import Control, EventReader
+from odyssey_megatron.launch.wire.lost_host import COMES_BACK_S
 from odyssey_megatron.launch.wire.verdict import JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.metrics.outlet import say
@@ -118,6 +120,9 @@ class Hosting:
             only["inject"] = self._config.inject
         journal.event("job_started", world_size=len(of_rank), nodes=nodes, **only, echo=True)
         self._onlookers.start()
+        # The others count from the last time that they renewed their leases.
+        pauses = Pauses(0.9 * self._config.node_lease_s + COMES_BACK_S)
+        pauses.start()
         Coordinator(
             control=control,
             events=EventReader(connect()),
@@ -127,6 +132,7 @@ class Hosting:
             journal=journal,
             say=say,
             here=self._here,
+            pauses=pauses,
         ).run()
 
     def _await_nodes(self, control: Control, count: int) -> dict[int, int] | JobVerdict:

@@ -48,6 +48,7 @@ from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.launch.coordinator.replacing import Replacing
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
+from odyssey_megatron.launch.wire.awake import Pauses
 from odyssey_megatron.launch.wire.control import Control, EventReader
 from odyssey_megatron.launch.wire.leases import Leases
 from odyssey_megatron.launch.wire.verdict import (
@@ -117,6 +118,7 @@ class Coordinator:
         nodes: rank -> its node.
         say: shows a text to the user.
         here: the node on which this coordinator runs; None if that node has no ranks.
+        pauses: as for ``Leases``.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Coordinator:
         journal: Journal,
         say: Callable[[str], None],
         here: int | None = 0,
+        pauses: Pauses | None = None,
     ):
         self._control, self._queue, self._planner = control, events, planner
         self._journal, self._say = journal, say
@@ -137,7 +140,8 @@ class Coordinator:
         self._world_size = len(nodes)
         of_rank = tuple(nodes[rank] for rank in sorted(nodes))
         self._job = JobState(cluster=initial_state(nodes=of_rank, started_s=time.monotonic()), nodes=of_rank)
-        self._leases = Leases(control, sorted(set(of_rank) - {here}), config.node_lease_s, here=here)
+        others = sorted(set(of_rank) - {here})
+        self._leases = Leases(control, others, config.node_lease_s, here=here, pauses=pauses)
         self._learning = Learning(planner, control, self._world_size)
         acts = config.rebalance == "auto"
         self._offers = Offers(
@@ -241,6 +245,8 @@ class Coordinator:
     def _train(self) -> JobVerdict:
         while True:
             events = self._incident()
+            if why := self._leases.left_alone(events, time.monotonic()):
+                return self._stop(stop(self._job, why, 1))
             self._note_agreements(events)
             refused = self._refused() if any(isinstance(one, RankDied) for one in events) else ""
             self._job, actions = reactions.react(self._job, events, now_s=time.monotonic(), refused=refused)

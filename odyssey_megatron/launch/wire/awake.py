@@ -6,6 +6,11 @@ which may be wrong. The pause shows as a gap between two of its own looks.
 
 from __future__ import annotations
 
+import threading
+import time
+
+_LOOK_S = 0.1
+
 
 class Awake:
     """Tells since when the caller has looked without a gap. After a gap it gives others the full time again."""
@@ -21,3 +26,30 @@ class Awake:
             self._since_s = now_s
         self._looked_s = now_s
         return self._since_s
+
+
+class Pauses:
+    """Knows when this process last stood still for longer than ``limit_s``.
+
+    A thread looks that does nothing else. A gap between the looks of another one may be long work.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self.lasted_s, self.ended_s = 0.0, -float("inf")
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="odyssey-pauses", daemon=True).start()
+
+    def _run(self) -> None:
+        looked_s = time.monotonic()
+        while True:
+            time.sleep(_LOOK_S)
+            now_s = time.monotonic()
+            self.note(looked_s, now_s)
+            looked_s = now_s
+
+    def note(self, looked_s: float, now_s: float) -> None:
+        """Take down that two looks in a row were at these times."""
+        if now_s - looked_s > self._limit_s:
+            self.lasted_s, self.ended_s = now_s - looked_s, now_s

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 
-from odyssey_megatron.cluster.events import NodeLost
+from odyssey_megatron.cluster.events import Event, NodeLost
 from odyssey_megatron.launch.wire import control as keys
-from odyssey_megatron.launch.wire.awake import Awake
+from odyssey_megatron.launch.wire.awake import Awake, Pauses
 from odyssey_megatron.launch.wire.control import Control, Stamp
 from odyssey_megatron.launch.wire.lost_host import COMES_BACK_S, connections_to
 from odyssey_megatron.metrics.outlet import say
 
 _LOOK_S = 0.1
+_LEFT_ALONE = (
+    "this host of the job stood still for {lasted_s:.1f} s. The other nodes wait {waits_s:g} s for it "
+    "(--odyssey-node-lease-s + {beyond_s:g} s), and have left the job. Start it again, from its last checkpoint."
+)
 
 
 class Leases:
@@ -21,11 +26,20 @@ class Leases:
     Args:
         nodes: The nodes whose agents are there, other than ``here``.
         here: The node on which this runs, if it is one of the job's.
+        pauses: When this process stood still for as long as the others wait for it. None: it never does.
     """
 
-    def __init__(self, control: Control, nodes: list[int], limit_s: float, *, here: int | None):
+    def __init__(
+        self,
+        control: Control,
+        nodes: list[int],
+        limit_s: float,
+        *,
+        here: int | None,
+        pauses: Pauses | None = None,
+    ):
         self._control, self._limit_s, self._here = control, limit_s, here
-        self._awake = Awake(limit_s)
+        self._awake, self._pauses = Awake(limit_s), pauses
         self.nodes = nodes
         self._seen: dict[int, tuple[Stamp | None, float]] = {}
 
@@ -51,6 +65,20 @@ class Leases:
                 lost.append(NodeLost(node=node, t_s=now_s))
                 self.nodes.remove(node)
         return lost
+
+    def left_alone(self, events: Sequence[Event], now_s: float) -> str:
+        """Return why the job is over, if the other nodes have left because this host stood still; else nothing.
+
+        Nodes that stood still, too, renew their leases again, and the job goes on with them.
+        """
+        pauses, limit_s = self._pauses, self._limit_s
+        if pauses is None or not any(isinstance(one, NodeLost) for one in events):
+            return ""
+        heard_s = max((self._seen.get(node, (None, now_s))[1] for node in self.nodes), default=pauses.ended_s)
+        if now_s - pauses.ended_s > 2 * limit_s or now_s - heard_s < limit_s / 2:
+            return ""
+        waits_s = limit_s + COMES_BACK_S
+        return _LEFT_ALONE.format(lasted_s=pauses.lasted_s, waits_s=waits_s, beyond_s=COMES_BACK_S)
 
 
 class HostOfJob:
