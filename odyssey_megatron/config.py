@@ -148,8 +148,9 @@ class OdysseyConfig:
         "same, but with the replicas of a stage on different nodes, so that the job survives the loss of a node; "
         "Megatron puts them side by side. Gradients are then summed between nodes. auto: the best pipelines for the "
         "profile, if they are faster and survive the loss of one worker as before (with "
-        "--use-distributed-optimizer, of --odyssey-redundancy-level ones); also spread. Once costs are measured the "
-        "job moves in the background to a layout that is 3 % faster by them, if there is one",
+        "--use-distributed-optimizer, of --odyssey-redundancy-level ones), fewer pipelines with second holders among "
+        "them; also spread. Once costs are measured the job moves in the background to a layout that is 3 % faster by "
+        "them, if there is one",
         choices=LAYOUTS,
     )
     redundancy: str = _flag(
