@@ -22,7 +22,7 @@ from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Host, J
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import printable
 from odyssey_megatron.launch.process import leftovers
-from odyssey_megatron.upstream.source import Source
+from odyssey_megatron.upstream.source import Source, has_megatron
 
 _USAGE = """usage: odyssey doctor [--json] [--verbose] [PATH] [FLAG ...]
        odyssey doctor --job FILE [--json] [PATH]
@@ -30,7 +30,8 @@ _USAGE = """usage: odyssey doctor [--json] [--verbose] [PATH] [FLAG ...]
 
 Looks for what would keep a job from running, or from surviving. Exit code 0: a job can run here; 1: none can.
 
-  PATH      a Megatron-LM checkout; without it, the installed megatron-core
+  PATH      a Megatron-LM checkout; without it, the one that has the script of the --job, or the installed
+            megatron-core
   FLAG ...  the job's flags, Megatron's and Odyssey's, e.g. --odyssey-device cpu: what they rule out is said too
   --job     only say what would become of the job in FILE: a launch script, whose variables are looked up and of which
             nothing is run, or FILE:NAME, one of the cases in a JSON file of Megatron-LM's. If the script takes
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _checkout_among(flags: Sequence[str]) -> Path | None:
     """Return the Megatron-LM checkout that stands behind ``flags`` or between them, if one does."""
-    return next((Path(one) for one in flags if os.path.isdir(os.path.join(one, "megatron", "core"))), None)
+    return next((Path(one) for one in flags if has_megatron(one)), None)
 
 
 def _after(flag: str, rest: list[str]) -> str | None:
@@ -92,9 +93,10 @@ def _after(flag: str, rest: list[str]) -> str | None:
 
 
 def _judge(named: str, checkout: Path | None, more: Sequence[str], *, as_json: bool) -> int:
-    version = Source((*([checkout] if checkout else ()), *_installed())).version()
     line = launch_line.read_job(named)
-    verdict = launch_line.judged([*line.flags, *more], version, line)
+    checkout = checkout or launch_line.checkout_of(line)
+    version = Source((*([checkout] if checkout else ()), *_installed())).version()
+    verdict = launch_line.judged([*line.flags, *more], version, line, runs_it=checkout is not None)
     if as_json:
         print(json.dumps({"starts": verdict.starts, **asdict(verdict)}, indent=1))
     else:

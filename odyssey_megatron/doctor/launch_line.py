@@ -21,10 +21,12 @@ from odyssey_megatron.inputs import nearest, read_text
 from odyssey_megatron.upstream import refusals
 from odyssey_megatron.upstream.refusals import Argument
 from odyssey_megatron.upstream.refused import TRIED
+from odyssey_megatron.upstream.source import has_megatron
 
 STARTED_WITH = "--job 'NAME=VALUE train.sh ARGUMENT ...'"
 """How it is said what a script is started with."""
 SAY_THEM = f"What the script is started with decides that: {STARTED_WITH}"
+NAME_IT = "Name the checkout that the job runs: odyssey doctor PATH --job FILE"
 _SHOWN = 60
 """Letters of a value at most."""
 _NUMBERS = re.compile(r"\[?\d[\d ]*\]?")
@@ -43,7 +45,11 @@ class LineVerdict:
     cautions: dict[str, str]
     """Flag -> what a loss may change with it."""
     unknown: tuple[str, ...]
-    """Flags that are not Megatron-LM's. They pass if the script adds them."""
+    """Flags that ``version`` does not have. They pass if the script adds them."""
+    version: str = ""
+    """The megatron-core that the flags were judged by; empty: all recorded ones together."""
+    runs_it: bool = False
+    """Whether the job is known to run ``version``, as its script is in that checkout."""
     unread: tuple[str, ...] = ()
     """Words that may hold more flags: what they stand for is known only when the script runs."""
     undecided: tuple[str, ...] = ()
@@ -67,16 +73,14 @@ class LineVerdict:
             head = f"starts with --odyssey as far as its flags say, with {len(self.ignored)} of them ignored"
         else:
             head = "starts with --odyssey as far as its flags say"
-        lines = [f"{name}: {head}", *(f"  {sentence}" for sentence in self.refused.values())]
+        lines = [f"{name}, by {self._judged_by}: {head}"]
+        lines += [f"  {sentence}" for sentence in self.refused.values()]
         if self.without_odyssey:
             lines.append("  its launch line has no --odyssey yet: append it, or the job survives no loss")
         lines += [f"  {flag} changes nothing: {why}" for flag, why in self.ignored.items()]
         if self.starts:
             lines += [f"  {flag}: {what}" for flag, what in self.cautions.items()]
-        if self.unknown:
-            lines.append(
-                f"  not Megatron-LM's, so of the script's own: {' '.join(map(_asked, self.unknown))}"
-            )
+        lines += self._unknown_told()
         if self.unread:
             lines.append(
                 f"  not looked at, as only running it would tell what they stand for: {' '.join(self.unread)}. If "
@@ -97,15 +101,38 @@ class LineVerdict:
             )
         return "\n".join(lines)
 
+    @property
+    def _judged_by(self) -> str:
+        if not self.version:
+            return "all versions whose flags were recorded"
+        return f"{'' if self.runs_it else 'the installed '}megatron-core {self.version}"
+
+    def _unknown_told(self) -> Iterator[str]:
+        of_nobody = [flag for flag in self.unknown if not known_since(flag)]
+        if of_nobody:
+            yield f"  not Megatron-LM's, so of the script's own: {' '.join(map(_asked, of_nobody))}"
+        others = [f"{flag} ({since})" for flag in self.unknown if (since := known_since(flag))]
+        if others:
+            remedy = "" if self.runs_it else f". {NAME_IT}"
+            yield f"  not megatron-core {self.version}'s: {' '.join(others)}{remedy}"
+
 
 def judged(
     flags: Sequence[str],
     version: str | None = None,
     line: LaunchCommand | None = None,
+    *,
+    runs_it: bool = False,
 ) -> LineVerdict:
-    """Return what a job with ``flags`` would say. ``line``: the rest of the launch line that they are part of.
+    """Return what a job with ``flags`` would say.
 
-    Raises ConfigError if one of Odyssey's own flags, or one of its variables, is wrong.
+    Args:
+        version: the megatron-core by whose flags is judged; None: by those of all recorded ones.
+        line: the rest of the launch line that ``flags`` are part of.
+        runs_it: whether the job is known to run ``version``.
+
+    Raises:
+        ConfigError: one of Odyssey's own flags, or one of its variables, is wrong.
     """
     line = line or LaunchCommand("", [])
     config, unknown = settings(flags, line.environ)
@@ -116,16 +143,25 @@ def judged(
     other = refusals.script_refused(line.script)
     unread_words = tuple(_unread(flags, known_to(version)))
     before = next((word for word in line.launcher if word.startswith("--odyssey")), "")
+    strange = [one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted]
+    # One of Megatron-LM's own scripts adds no flags, so that its parser ends the job.
+    missing = (
+        {one: known_since(one) for one in strange if known_since(one)} if runs_it and name in TRIED else {}
+    )
     return LineVerdict(
         refused=({name: other} if other else {})
         | ({before: f"{before} stands before {line.script}: {BEHIND_SCRIPT}"} if before else {})
         | refusals.misread(flags, known_to(version))
+        | {
+            flag: f"{flag}: megatron-core {version} does not have it ({since})."
+            for flag, since in missing.items()
+        }
         | refusals.reasons(args, parser, config.accepted, strict=config.is_strict),
         ignored=({} if config.is_strict else ignored) | dict(config.without_effect(distributed=distributed)),
         cautions=dict(refusals.cautions(args)),
-        unknown=tuple(
-            one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted
-        ),
+        unknown=tuple(one for one in strange if one not in missing),
+        version=version or "",
+        runs_it=runs_it,
         unread=unread_words,
         undecided=(*refusals.undecided(args), *unknown),
         choices=tuple(choices_told(line.choices)),
@@ -138,8 +174,6 @@ def _asked(flag: str) -> str:
     """A misspelled flag, or one of another version, ends a job when Megatron reads its arguments, which may be hours
     after it was queued.
     """
-    if since := known_since(flag):
-        return f"{flag} ({since})"
     meant = nearest(flag, known_to(None))
     return f"{flag} (is {meant} meant?)" if meant else flag
 
@@ -184,7 +218,9 @@ def read_job(named: str) -> LaunchCommand:
         if not text.lstrip().startswith("{"):
             if name:
                 raise ValueError(f"{path} is a script, which has no cases. What it takes: {STARTED_WITH}")
-            return launch_line(text, variables, lambda file: _sourced(file, Path(path).parent))
+            folder = Path(path).parent
+            line = launch_line(text, variables, lambda file: _sourced(file, folder))
+            return line._replace(folder=str(folder))
         found = codec.parsed(text)
         cases = found.get("cases", [found])
         if not isinstance(cases, list):
@@ -197,6 +233,17 @@ def read_job(named: str) -> LaunchCommand:
         return LaunchCommand("", case_flags(named_cases[name] if name else cases[0]))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"--job {named}: {str(error).removesuffix('.')}.") from None
+
+
+def checkout_of(line: LaunchCommand) -> Path | None:
+    """Return the Megatron-LM checkout that has the script of ``line``, as seen from the working directory, or else from
+    the folder of the file that the line was read from.
+    """
+    for folder in ("", line.folder):
+        script = os.path.join(folder, line.script)
+        if os.path.isfile(script) and has_megatron(os.path.dirname(script)):
+            return Path(script).parent
+    return None
 
 
 def _typed(named: str) -> tuple[dict[str, list[str]], str]:

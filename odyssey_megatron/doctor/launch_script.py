@@ -30,6 +30,8 @@ class LaunchCommand(NamedTuple):
     """
     environ: Mapping[str, str] = MappingProxyType({})
     """Variables of Odyssey's that the script sets. Whether it exports them is not looked at."""
+    folder: str = ""
+    """Of the file that the command was read from."""
 
 
 def launch_line(

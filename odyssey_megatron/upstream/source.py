@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,6 +94,11 @@ class Source:
             name, _, rest = rest.partition(".")
             found = _binding(found.body, name)
         return None if rest else found
+
+
+def has_megatron(folder: str) -> bool:
+    """Whether ``folder`` is a Megatron-LM checkout, as far as its folders say."""
+    return os.path.isdir(os.path.join(folder, "megatron", "core"))
 
 
 def _parse(file: Path) -> ast.Module:

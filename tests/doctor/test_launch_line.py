@@ -7,6 +7,7 @@ import json
 import pytest
 
 from odyssey_megatron.cli import main
+from odyssey_megatron.doctor import command
 from odyssey_megatron.doctor.launch_line import judged, read_job
 from odyssey_megatron.doctor.launch_script import launch_line
 from odyssey_megatron.errors import ConfigError
@@ -412,7 +413,56 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_a_flag_of_another_version_is_not_asked_about():
     told = judged(["--hybrid-layer-pattern", "M*"], "0.16.1").told("a job")
-    assert "so of the script's own: --hybrid-layer-pattern (known from core_v0.17.1 on)" in told
+    assert "not megatron-core 0.16.1's: --hybrid-layer-pattern (known from core_v0.17.1 on). Name the" in told
+    assert "of the script's own" not in told
+
+
+NEW = "--mtp-num-layers 1 --mtp-detach-heads"
+
+
+@pytest.mark.parametrize("place", ["path", "working directory", "job's folder", "checkout named"])
+@pytest.mark.parametrize(
+    ("minor", "number", "said"),
+    [
+        (19, 1, "--mtp-detach-heads does not work with"),
+        (16, 1, "megatron-core 0.16.1 does not have it (known from"),
+    ],
+)
+def test_a_line_is_judged_by_the_checkout_that_has_its_script(
+    tmp_path, monkeypatch, capsys, place, minor, number, said
+):
+    """Not by the megatron-core that is installed, which the job does not import."""
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    (checkout / "megatron" / "core").mkdir(parents=True)
+    elsewhere.mkdir()
+    (checkout / "pretrain_gpt.py").touch()
+    info = f"MAJOR = 0\nMINOR = {minor}\nPATCH = {number}\n"
+    (checkout / "megatron" / "core" / "package_info.py").write_text(info)
+    job = (checkout if place == "job's folder" else elsewhere) / "train.sh"
+    script = f"{checkout}/pretrain_gpt.py" if place == "path" else "pretrain_gpt.py"
+    job.write_text(f"odyssey run --nproc-per-node 8 {script} --num-layers 8 {NEW} --odyssey\n")
+    monkeypatch.chdir(checkout if place == "working directory" else elsewhere)
+    named = [str(checkout)] if place == "checkout named" else []
+    assert main(["doctor", *named, "--job", str(job)]) == 1
+    told = capsys.readouterr().out
+    assert f"train.sh, by megatron-core 0.{minor}.{number}: refused" in told
+    assert said in told
+
+
+def test_it_is_said_that_the_installed_version_decided(tmp_path, monkeypatch, capsys):
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
+    monkeypatch.setattr(command, "_installed", lambda: [tmp_path])
+    job = tmp_path / "train.sh"
+    job.write_text(f"odyssey run $ROOT/pretrain_gpt.py --num-layers 8 {NEW} --odyssey\n")
+    assert main(["doctor", "--job", str(job)]) == 0
+    told = capsys.readouterr().out
+    assert "train.sh, by the installed megatron-core 0.16.1: starts" in told
+    assert (
+        "0.16.1's: --mtp-detach-heads (known from core_v0.19.0 on). Name the checkout that the job runs"
+        in told
+    )
 
 
 @pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
