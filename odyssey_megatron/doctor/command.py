@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -159,6 +160,7 @@ def _host(checkout: Path | None) -> Host:
     return Host(
         environ=dict(os.environ),
         python=sys.version_info[:2],
+        typing_names=frozenset(dir(typing)),
         packages=installed,
         can_import=lambda name: importlib.util.find_spec(name) is not None,
         extension_suffix=sysconfig.get_config_var("EXT_SUFFIX"),

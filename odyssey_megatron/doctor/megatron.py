@@ -14,6 +14,8 @@ from odyssey_megatron.upstream import compat, seams
 from odyssey_megatron.upstream.seam_table import SEAMS
 from odyssey_megatron.upstream.source import Source
 
+_FROM_TYPING = re.compile(r"^from typing import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
+
 
 def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[CheckRow]:
     """Yield everything about the Megatron in ``source``, which has a megatron.core.
@@ -71,10 +73,31 @@ def _python(checkout: Path, host: Host) -> Iterator[CheckRow]:
         return  # a fork may have dropped the file
     least = re.search(r">=\s*(\d{1,4})\.(\d{1,4})", str(wanted))
     found = f"{host.python[0]}.{host.python[1]}; the checkout wants {wanted}"
-    if least and host.python < (int(least[1]), int(least[2])):
-        yield _row("Python", PROBLEM, found, "Use a newer Python, or an older tag of Megatron-LM.")
-    else:
+    if not least or host.python >= (int(least[1]), int(least[2])):
         yield _row("Python", OK, found)
+    elif missing := _missing_from_typing(checkout, host):
+        yield _row(
+            "Python",
+            PROBLEM,
+            f"{found}, and {missing}",
+            "Use a newer Python, or an older tag of Megatron-LM.",
+        )
+    else:
+        yield _row(
+            "Python", WARNING, f"{found}, though it imports nothing from typing that is missing here",
+            "Try a short job first, or use a newer Python.",
+        )  # fmt: skip
+
+
+def _missing_from_typing(checkout: Path, host: Host) -> str:
+    """Return in words what a file of ``checkout`` imports from ``typing`` that this Python does not have, or ''."""
+    files = (file for part in ("core", "training") for file in (checkout / "megatron" / part).rglob("*.py"))
+    for file in sorted(files):
+        for several, line in _FROM_TYPING.findall(file.read_text(errors="replace")):
+            imported = re.sub(r"#.*|\bas \w+", "", several or line)
+            if missing := sorted({*re.findall(r"\w+", imported)} - host.typing_names):
+                return f"{file.relative_to(checkout)} imports {', '.join(missing)} from typing, which has no such name"
+    return ""
 
 
 def _patch(checkout: Path) -> CheckRow:

@@ -37,6 +37,8 @@ class Host:
 
     environ: Mapping[str, str]
     python: tuple[int, int]
+    typing_names: frozenset[str]
+    """What this Python's module ``typing`` has."""
     packages: Mapping[str, Package]
     """Installed distributions by normalized name: lower case, with dashes."""
     can_import: Callable[[str], bool]

@@ -22,6 +22,7 @@ HOST = Host(
         "NCCL_NVLS_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     },
     python=(3, 12),
+    typing_names=frozenset(("Any", "override")),
     packages={"torch": Package(version="2.13.0+cu130", compiled=True)},
     can_import=lambda name: True,
     extension_suffix=".cpython-312.so",
@@ -279,7 +280,27 @@ def test_every_seam_is_listed(tree):
     assert checked(row for row in rows if row.name != "odyssey patch") == {}
 
 
-def test_changed_and_missing_seams_and_an_old_python(tree):
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("from typing import Any\n", "warning"),
+        ("try:\n    from typing import override\nexcept ImportError:\n    pass\n", "warning"),
+        ("from typing import Any, override\n", "problem"),
+        ("from typing import (\n    Any as A,  # (what else\n    override,\n)\n", "problem"),
+    ],
+)
+def test_an_old_python_is_a_problem_if_a_name_is_missing_from_it(tree, text, state):
+    """Jobs run with an older one than the checkout asks for, as long as its sources can be imported."""
+    (tree / "megatron/training/models.py").write_text(text)
+    host = replace(HOST, python=(3, 11), typing_names=frozenset({"Any"}))
+    rows = {row.name: row for row in megatron.rows(Source((tree,)), tree, host)}
+    assert rows["Python"].state == state
+    named = "megatron/training/models.py imports override from typing" in rows["Python"].found
+    assert named == (state == "problem")
+    assert rows["Python"].remedy
+
+
+def test_changed_and_missing_seams(tree):
     schedules = tree / "megatron/core/pipeline_parallel/schedules.py"
     text = (
         schedules.read_text()
@@ -287,9 +308,9 @@ def test_changed_and_missing_seams_and_an_old_python(tree):
         .replace("def backward_step", "def b")
     )
     schedules.write_text(text)
-    rows = list(megatron.rows(Source((tree,)), tree, replace(HOST, python=(3, 11))))
+    rows = list(megatron.rows(Source((tree,)), tree, HOST))
     found = {row.name.rpartition(":")[2]: row.found for row in rows if row.state == "problem"}
-    assert set(found) == {"backward_step", "deallocate_output_tensor", "Python"}
+    assert set(found) == {"backward_step", "deallocate_output_tensor"}
     assert found["backward_step"].startswith("missing: expected (input_tensor, ")
     assert found["deallocate_output_tensor"].startswith(
         "changed: expected (out, deallocate_pipeline_outputs), found (output, deallocate_pipeline_outputs)"
