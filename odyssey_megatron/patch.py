@@ -7,6 +7,7 @@ are enclosed in two marks, of which the first has a digest of them, so that edit
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import os
@@ -260,12 +261,18 @@ def _changed(changes: Sequence[FileChange]) -> tuple[FileChange, ...]:
 
 
 def _write_beside(path: Path, text: bytes) -> str:
-    """Write ``text`` to a new file next to ``path``, with the same mode; return its path. Raises OSError."""
+    """Write ``text`` to a new file next to ``path``, with the same mode, and with the same owner where this process may
+    give it that; return its path. Raises OSError.
+    """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "wb") as file:
             file.write(text)
-            os.fchmod(file.fileno(), path.stat().st_mode & 0o7777)
+            old, new = path.stat(), os.fstat(file.fileno())
+            if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+                with contextlib.suppress(OSError):
+                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
+            os.fchmod(file.fileno(), old.st_mode & 0o7777)  # last, as a new owner takes set-user-ID bits away
     except OSError:
         os.unlink(temporary)
         raise

@@ -76,6 +76,32 @@ def test_uninstall_restores_every_byte(tree, ending, at_the_end):
     assert contents(tree) == before
 
 
+def test_files_keep_their_owner(tree, monkeypatch):
+    """root patches a user's checkout, who must be able to edit it afterwards. Whoever may not give it away keeps it."""
+    asked = []
+
+    def refuse(descriptor, user, group):
+        asked.append((user, group))
+        raise PermissionError
+
+    found = os.fstat
+    monkeypatch.setattr(os, "fchown", refuse)
+    monkeypatch.setattr(os, "fstat", lambda file: os.stat_result([*found(file)[:4], 12345, *found(file)[5:]]))
+    assert main(["patch", "install", str(tree)]) == 0
+    owners = [((tree / name).stat().st_uid, (tree / name).stat().st_gid) for name in (CORE, TRAINING)]
+    assert asked == owners
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_root_leaves_files_to_their_owner(tree):
+    for name in (CORE, TRAINING):
+        os.chown(tree / name, 12345, 54321)
+    for action in ("install", "uninstall"):
+        assert main(["patch", action, str(tree)]) == 0
+        owners = [((tree / name).stat().st_uid, (tree / name).stat().st_gid) for name in (CORE, TRAINING)]
+        assert owners == [(12345, 54321)] * 2
+
+
 def test_twice_is_harmless(tree, capsys):
     before = contents(tree)
     assert main(["patch", "uninstall", str(tree)]) == 0
