@@ -35,8 +35,9 @@ Looks for what would keep a job from running, or from surviving. Exit code 0: a 
             megatron-core
   FLAG ...  the job's flags, Megatron's and Odyssey's, e.g. --odyssey-device cpu: what they rule out is said too
   --job     only say what would become of the job in FILE: a launch script, whose variables are looked up and of which
-            nothing is run, or FILE:NAME, one of the cases in a JSON file of Megatron-LM's. If the script takes
-            variables or arguments: 'NODES=4 train.sh 7b'. 0: it starts; 1: refused
+            nothing is run; a model_config.yaml of Megatron-LM's tests; or FILE:NAME, one of the cases in a JSON file,
+            {"cases": [{"name": NAME, "args": {"--flag": value}}]}. If the script takes variables or arguments:
+            'NODES=4 train.sh 7b'. 0: it starts; 1: refused
   --verbose print what is fine, too
   --json    print JSON
   --clean   only remove what killed jobs have left in shared memory; living ones keep theirs"""
@@ -86,7 +87,7 @@ def _after(flag: str, rest: list[str]) -> str | None:
     at = rest.index(flag)
     if at + 1 == len(rest):
         raise ConfigError(
-            f"{flag} needs a file: a launch script, or one of the cases of Megatron-LM's tests."
+            f"{flag} needs a file: a launch script, or a model_config.yaml of Megatron-LM's tests."
         )
     value = rest[at + 1]
     del rest[at : at + 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import shlex
@@ -29,7 +30,7 @@ SAY_THEM = f"What the script is started with decides that: {STARTED_WITH}"
 NAME_IT = "Name the checkout that the job runs: odyssey doctor PATH --job FILE"
 _SHOWN = 60
 """Letters of a value at most."""
-_NUMBERS = re.compile(r"\[?\d[\d ]*\]?")
+_SEVERAL = re.compile(r"\[([^]]+)\]|(\d[\d ]*)")
 """Several values of one flag, as cases have them."""
 _SETS = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 
@@ -204,8 +205,9 @@ def _unread(flags: Sequence[str], known: Mapping[str, Argument]) -> Iterator[str
 
 
 def read_job(named: str) -> LaunchCommand:
-    """Return the launch line in the file ``named``. ``FILE:NAME`` is one of several cases in the file. Of a script
-    ``named`` may be all that is typed to start it, as in ``NODES=4 train.sh 7b``.
+    """Return the launch line in the file ``named``. A YAML file is a test case of Megatron-LM's, a JSON file has
+    cases, of which ``FILE:NAME`` is one. Of a script ``named`` may be all that is typed to start it, as in ``NODES=4
+    train.sh 7b``.
 
     Raises ConfigError.
     """
@@ -215,6 +217,8 @@ def read_job(named: str) -> LaunchCommand:
         path, name = script, ""
     try:
         text = read_text(path)
+        if path.endswith((".yaml", ".yml")):
+            return LaunchCommand("", _flags_in_yaml(text), folder=str(Path(path).parent))
         if not text.lstrip().startswith("{"):
             if name:
                 raise ValueError(f"{path} is a script, which has no cases. What it takes: {STARTED_WITH}")
@@ -237,8 +241,10 @@ def read_job(named: str) -> LaunchCommand:
 
 def checkout_of(line: LaunchCommand) -> Path | None:
     """Return the Megatron-LM checkout that has the script of ``line``, as seen from the working directory, or else from
-    the folder of the file that the line was read from.
+    the folder of the file that the line was read from. Without a script it is the one that this file is in.
     """
+    if line.folder and not line.script:
+        return next((one for one in Path(line.folder).resolve().parents if has_megatron(str(one))), None)
     for folder in ("", line.folder):
         script = os.path.join(folder, line.script)
         if os.path.isfile(script) and has_megatron(os.path.dirname(script)):
@@ -272,16 +278,35 @@ def _sourced(named: str, folder: Path) -> str | None:
     return None
 
 
+def _flags_in_yaml(text: str) -> list[str]:
+    """Return the launch line in a ``model_config.yaml`` of Megatron-LM's functional tests. Raises ValueError."""
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise ValueError("it is a YAML file, which PyYAML reads: pip install pyyaml") from None
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"it is no YAML file ({' '.join(str(error).split())})") from None
+    args = found.get("MODEL_ARGS") if isinstance(found, dict) else None
+    if not isinstance(args, dict):
+        raise ValueError("it is no test case of Megatron-LM's, which has its flags in a block MODEL_ARGS")
+    return case_flags({"args": args})
+
+
 def case_flags(case: Any) -> list[str]:
     """Return the launch line of a case: ``{"args": {"--flag": value}}``, where ``true`` is a flag without a value.
 
     Raises ValueError.
     """
     args = case.get("args") if isinstance(case, dict) else None
-    if not isinstance(args, dict) or any(isinstance(value, (dict, list)) for value in args.values()):
-        raise ValueError(
-            'a case is {"name": ..., "args": {"--flag": value}}, its values are numbers, texts or true'
-        )
+    if not isinstance(args, dict):
+        raise ValueError('a case is {"name": ..., "args": {"--flag": value}}')
+    for flag, value in args.items():
+        if not str(flag).startswith("--") or isinstance(value, (dict, list)):
+            raise ValueError(
+                f"a case has --flag: value, where values are numbers, texts or true; found {str(flag)[:_SHOWN]}"
+            )
     words = []
     for flag, value in args.items():
         if value not in (None, False):
@@ -290,4 +315,5 @@ def case_flags(case: Any) -> list[str]:
 
 
 def _words_of(text: str) -> list[str]:
-    return text.strip("[]").split() if _NUMBERS.fullmatch(text) else [text]
+    several = _SEVERAL.fullmatch(text)
+    return (several[1] or several[2]).split() if several else [text]

@@ -84,9 +84,9 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="FILE",
         help="a launch script of yours, which is read and not run: its model, its GPUs, its parallel sizes, its batch "
-        "and its --odyssey flags. What it is started with may stand around it: 'NODES=4 train.sh 7b'. FILE:NAME is "
-        "one of the cases in a JSON file of Megatron-LM's. Flags of Megatron's given to this command count behind "
-        "those of the script, or alone",
+        "and its --odyssey flags. What it is started with may stand around it: 'NODES=4 train.sh 7b'. Cases "
+        "are read, too (odyssey doctor --help). Flags of Megatron's given to this command count behind those of the "
+        "script, or alone",
     )
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)} (default: {_MODEL})")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""What a job would say of a launch line, found in a script or among the cases of Megatron-LM's tests."""
+"""What a job would say of a launch line, read from a launch script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from odyssey_megatron.doctor import command
 from odyssey_megatron.doctor.launch_line import judged, read_job
 from odyssey_megatron.doctor.launch_script import launch_line
 from odyssey_megatron.errors import ConfigError
-from tests.benchmarks.launch_lines import counted
 
 ARRAYS = """
 GPUS=8   # --fp16 in a comment is none
@@ -322,56 +321,10 @@ def test_all_words_behind_a_flag_count(flags, refused):
     assert bool(judged(line).refused) == refused
 
 
-def case(name, **args):
-    """``a=1`` is ``--a 1``."""
-    flags = {"--" + flag.replace("_", "-"): value for flag, value in args.items()}
-    return {"family": "gpt", "name": name, "args": {"--untie-embeddings-and-output-weights": True, **flags}}
-
-
-CASES = [
-    case("plain", num_layers=8, use_mcore_models=True),
-    case("ignored", num_layers=8, overlap_grad_reduce=True, bf16=True),
-    case("refused", num_layers=8, use_megatron_fsdp=True),
-    case("twice", num_layers=8, use_megatron_fsdp=True, use_torch_fsdp2=True),
-    case("strange", num_layers=8, of_nobody=3),
-    case("several", num_layers="8", rampup_batch_size="[384 384 9765]", iterations_to_skip="2 3"),
-    case("half", num_layers=8, fp16=True),
-    case("half-wide", num_layers=8, fp16=True, accumulate_allreduce_grads_in_fp32=True),
-]
-
-
-def test_a_case_starts_with_a_line_or_is_refused(tmp_path, capsys):
-    path = tmp_path / "cases.json"
-    path.write_text(json.dumps({"source": "here", "cases": CASES}))
-    told = {}
-    for one in CASES:
-        code = main(["doctor", "--job", f"{path}:{one['name']}"])
-        told[one["name"]] = code, capsys.readouterr().out
-    assert [code for code, _ in told.values()] == [0, 0, 1, 1, 0, 0, 0, 0]
-    assert told["plain"][1].endswith("starts with --odyssey as far as its flags say\n")
-    assert "--overlap-grad-reduce changes nothing: " in told["ignored"][1]
-    assert "--use-megatron-fsdp does not work with --odyssey yet" in told["refused"][1]
-    assert "not Megatron-LM's, so of the script's own: --of-nobody" in told["strange"][1]
-    assert "With --accumulate-allreduce-grads-in-fp32 the same steps are skipped" in told["half"][1]
-    assert told["half-wide"][1].endswith("starts with --odyssey as far as its flags say\n")
-    assert main(["doctor", "--job", f"{path}:ignored", "--odyssey-strict", "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert said["starts"] is False
-    assert list(said["refused"]) == ["--overlap-grad-reduce"]
-
-
 def test_misspelled_flags_are_asked_about():
     """Megatron's parser ends the job at them."""
     told = judged(["--num-layer", "4", "--of-nobody", "3"]).told("a job")
     assert "so of the script's own: --num-layer (is --num-layers meant?) --of-nobody" in told
-
-
-def test_the_benchmark_counts_what_the_doctor_says():
-    found = counted(CASES, "0.16.1")
-    assert (found["cases"], found["start"], found["with no flag ignored"]) == (8, 5, 4)
-    assert found["ignored in those that start"] == {"--overlap-grad-reduce": 1}
-    by_whom = found["refused by (cases, of these by it alone)"]
-    assert by_whom == {"--use-megatron-fsdp": (2, 1), "--use-torch-fsdp2": (1, 0), "--of-nobody": (1, 1)}
 
 
 BAD = {
