@@ -82,6 +82,7 @@ _WORKS = {
     clone_scatter_output_in_embedding use_te_activation_func mlp_chunks_for_training window_size
     window_attn_skip_freq no_rope_freq max_position_embeddings encoder_seq_length
     use_rotary_position_embeddings rotary_base rotary_percent rotary_seq_len_interpolation_factor
+    yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
     use_rope_scaling rope_scaling_factor rope_type add_position_embedding make_vocab_size_divisible_by
     padded_vocab_size pad_vocab_size openai_gelu squared_relu swiglu quick_geglu cross_entropy_loss_fusion
     cross_entropy_fusion_impl masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion
@@ -277,9 +278,6 @@ _MOOT = {
     fault_injector_fault_types fault_injector_fault_probabilities fault_injector_fault_delay
     fault_injector_delay_start_iteration fault_injector_mtti_seconds fault_injector_offset_seconds
     fault_injector_seed
-    """,
-    "read with --position-embedding-type yarn only": """
-    yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
     """,
     "read with --logits-save-dir or --logits-load-dir only": """
     logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_save_dtype

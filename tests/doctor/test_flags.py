@@ -63,6 +63,14 @@ def rows_of(*line):
     return list(flags.rows(Job(config=OdysseyConfig(), flags=line), "0.16.1"))
 
 
+def test_of_flags_that_work_with_another_one_it_is_not_said_that_they_do_nothing():
+    words = (
+        "--yarn-original-max-position-embeddings 8 --yarn-beta-fast 2 --no-yarn-correction-range-round-to-int"
+    )
+    line = f"--position-embedding-type yarn {words} --yarn-beta-slow 0.5".split()
+    assert list(flags.rows(Job(config=OdysseyConfig(), flags=tuple(line)), "0.19.1")) == []
+
+
 @pytest.mark.parametrize("flag", SLIPPED)
 def test_flags_that_once_slipped_past(flag):
     found = rows_of(flag, SLIPPED[flag])
