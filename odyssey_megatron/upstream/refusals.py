@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream.flags import AS_ODYSSEY_DOES, MOOT, WORKS
-from odyssey_megatron.upstream.refused import ROWS, SAID, SCRIPTS, TRIED, Decides, with_muon
+from odyssey_megatron.upstream.refused import ONLY_IN, ROWS, SAID, SCRIPTS, TRIED, Decides, with_muon
 
 
 class Argument(NamedTuple):
@@ -92,9 +92,17 @@ class Refusal:
     remedy: str
     refuses: Decides | None
     """Whether this value, with these arguments, cannot work. None: any but the default is refused."""
+    only: str
+    """How the versions begin in which it is refused; empty: in all."""
+
+    def holds_in(self, version: str) -> bool:
+        """Whether the flag is refused in ``version``; an empty one is not known."""
+        return not version or version.startswith(self.only)
 
     def given(self, args: Any, parser: MegatronParser) -> bool:
         """Whether ``args`` have the refused value, set by hand or by Megatron's validation."""
+        if not self.holds_in(parser.version):
+            return False
         value = getattr(args, self.dest, None)
         if self.refuses is not None:
             return not _is_variable(value) and self.refuses(value, args)
@@ -120,6 +128,7 @@ REFUSALS = tuple(
         since=since,
         remedy=remedy,
         refuses=refuses,
+        only=ONLY_IN.get(dest, ""),
     )
     for dest, why, since, remedy, refuses in ROWS
 )

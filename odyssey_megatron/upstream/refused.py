@@ -321,7 +321,7 @@ _NEVER = _since(
     ("moe_use_legacy_grouped_gemm use_legacy_models",
      "Later versions of Megatron-LM do not have it any more.", "Leave it out, and use what has replaced it there."),
     ("moe_grouped_gemm", "With --transformer-impl local core_v0.16.1 keeps all experts of a rank in one tensor, "
-     "which cannot be dealt out to other ranks. Later versions ignore the flag there.",
+     "which cannot be dealt out to other ranks. Later versions ignore the flag there, and it is not refused.",
      "Leave it out, or use Transformer Engine's layers.",
      lambda value, args: bool(value) and getattr(args, "transformer_impl", None) == "local"),
     ("init_model_with_meta_device", "It is for FSDP. Without that, weights stay uninitialized until a checkpoint is "
@@ -352,6 +352,8 @@ SAID = {
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type local",
 }
 """Destination -> the flag, where the two differ."""
+ONLY_IN = {"moe_grouped_gemm": "0.16."}
+"""Destination -> how the versions begin in which it is refused, if it does no harm in others."""
 SCRIPTS = {
     "pretrain_bert.py": "BERT, whose head is none of a language model's",
     "pretrain_ict.py": "two encoders, whose loss is of all samples of a batch together",
