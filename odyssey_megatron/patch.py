@@ -20,7 +20,7 @@ from pathlib import Path
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Parser
-from odyssey_megatron.upstream.source import Source
+from odyssey_megatron.upstream.source import VERSIONED, Source
 
 _BEGIN, _END = b"# >>> odyssey-megatron ", b"# <<< odyssey-megatron"
 _NO_EDIT = "Start the job with 'odyssey run': that needs no patch."
@@ -95,26 +95,28 @@ def install(checkout: Path) -> tuple[FileChange, ...]:
 
 def uninstall(checkout: Path) -> tuple[FileChange, ...]:
     """Return the changes that uninstalling would make, whatever tag the lines are for. Raises ConfigError."""
-    _version(checkout)
-    names = sorted({one.file for patch in supported() for one in patch.insertions})
     changes = []
-    for name in names:
+    for name in _files():
         before = _read(checkout, name)
         changes.append(_change(checkout, name, before, _remove(before, name)))
     return _changed(changes)
 
 
 def status(checkout: Path) -> list[str]:
-    """Return a line of text about the checkout, and one about each file of its patch. Raises ConfigError."""
-    patch = _patch_for(checkout)
-    lines = [f"{checkout}: megatron-core {patch.version} ({patch.tag})"]
-    for insertion in patch.insertions:
-        text = _read(checkout, insertion.file)
-        original = _remove(text, insertion.file)
-        complete = _insert(original, insertion)
-        state = {original: "not installed", complete: "installed"}.get(text, "installed by another version")
-        lines.append(f"  {insertion.file}: {state}")
+    """Return a line of text about the checkout, and one about each file that patches are for. Raises ConfigError."""
+    version = _version(checkout)
+    patch = next((one for one in supported() if one.version == version), None)
+    known = f" ({patch.tag})" if patch else ", for which there is no patch"
+    lines = [f"{checkout}: megatron-core {version or 'of a version that cannot be read'}{known}"]
+    insertions = {one.file: one for one in patch.insertions} if patch else {}
+    lines += [f"  {name}: {_state(_read(checkout, name), name, insertions.get(name))}" for name in _files()]
     return lines
+
+
+def marked(checkout: Path) -> list[str]:
+    """Return the files that have marks of Odyssey's, whatever version the checkout is of."""
+    files = ((name, checkout / name) for name in _files())
+    return [name for name, path in files if path.is_file() and any(_marks(path.read_bytes().splitlines()))]
 
 
 def write(changes: Sequence[FileChange]) -> None:
@@ -165,18 +167,44 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _version(checkout: Path) -> str:
-    version = Source((checkout,)).version()
-    if version is None:
+def _files() -> list[str]:
+    """Return the files that any patch is for."""
+    return sorted({one.file for patch in supported() for one in patch.insertions})
+
+
+def _state(text: bytes, name: str, insertion: Insertion | None) -> str:
+    """Return in words whether Odyssey's lines are in ``text``. ``insertion``: those of its version, if there are any.
+
+    Raises ConfigError if our lines were edited.
+    """
+    original = _remove(text, name)
+    if insertion is None:
+        return "not installed" if original == text else "installed; 'odyssey patch uninstall' takes it out"
+    try:
+        complete = _insert(original, insertion)
+    except ConfigError as error:
+        return f"{'not ' * (original == text)}installed; {error}"
+    return {original: "not installed", complete: "installed"}.get(text, "installed by another version")
+
+
+def _version(checkout: Path) -> str | None:
+    """Return the version of ``checkout``; None: it cannot be read. Raises ConfigError if there is no checkout."""
+    source = Source((checkout,))
+    if source.file_of(VERSIONED) is None:
         raise ConfigError(
-            f"{checkout} is no Megatron-LM checkout: megatron/core/package_info.py with a version was expected, and is "
-            "not there. Name the folder that has pretrain_gpt.py in it."
+            f"{checkout} is no Megatron-LM checkout: megatron/core/package_info.py was expected, and is not there. "
+            "Name the folder that has pretrain_gpt.py in it."
         )
-    return version
+    return source.version()
 
 
 def _patch_for(checkout: Path) -> Patch:
     version, patches = _version(checkout), supported()
+    if version is None:
+        raise ConfigError(
+            f"no version can be read from megatron/core/package_info.py in {checkout}: MAJOR, MINOR and PATCH must be "
+            f"plain numbers there. {_NO_EDIT}"
+        )
     for patch in patches:
         if patch.version == version:
             return patch
@@ -204,7 +232,7 @@ def _insert(text: bytes, insertion: Insertion) -> bytes:
         raise ConfigError(
             f"{insertion.file} is not as its tag has it: expected the line {insertion.anchor!r} once, found it "
             + (f"in lines {numbers}" if places else f"nowhere in {len(rows)} lines")
-            + f". Nothing was changed; restore the file (git checkout). {_NO_EDIT}"
+            + f". Nothing was changed; put this line back as it was. {_NO_EDIT}"
         )
     (place,) = places
     endings = (row[len(_bare(row)) :] for row in (rows[place], rows[0]))
@@ -221,8 +249,7 @@ def _insert(text: bytes, insertion: Insertion) -> bytes:
 def _remove(text: bytes, name: str) -> bytes:
     """Return ``text`` without our marks and the lines between them. Raises ConfigError if these were edited."""
     rows = text.splitlines(keepends=True)
-    begin = [number for number, row in enumerate(rows) if row.startswith(_BEGIN)]
-    end = [number for number, row in enumerate(rows) if row.startswith(_END)]
+    begin, end = _marks(rows)
     if not begin and not end:
         return text
     if len(begin) == len(end) == 1 and begin < end:
@@ -239,6 +266,14 @@ def _remove(text: bytes, name: str) -> bytes:
         f"{', '.join(str(number + 1) for number in sorted(begin + end))}. Nothing was changed; take the block out by "
         "hand, or restore the file (git checkout)."
     )
+
+
+def _marks(rows: Sequence[bytes]) -> tuple[list[int], list[int]]:
+    """Return the numbers of the rows that our first and our last marks are in."""
+    begin, end = (
+        [number for number, row in enumerate(rows) if row.startswith(mark)] for mark in (_BEGIN, _END)
+    )
+    return begin, end
 
 
 def _block(lines: Sequence[str]) -> list[bytes]:

@@ -23,7 +23,7 @@ from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Host, J
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import printable
 from odyssey_megatron.launch.process import leftovers
-from odyssey_megatron.upstream.source import Source, has_megatron
+from odyssey_megatron.upstream.source import VERSIONED, Source, has_megatron
 
 _USAGE = """usage: odyssey doctor [--json] [--verbose] [PATH] [FLAG ...]
        odyssey doctor --job FILE [--json] [PATH]
@@ -113,7 +113,7 @@ def diagnose(checkout: Path | None, job: Job, host: Host) -> list[CheckRow]:
         raise ConfigError(
             f"{checkout} is no Megatron-LM checkout: it has no folder 'megatron'. Name the one that has."
         )
-    if source.version() is None:
+    if source.file_of(VERSIONED) is None:
         missing = "neither there nor installed" if checkout else "not installed"
         remedy = "Name a Megatron-LM checkout: odyssey doctor PATH; or pip install megatron-core."
         found = [CheckRow(area="Megatron", name="megatron-core", state=PROBLEM, found=missing, remedy=remedy)]

@@ -12,7 +12,7 @@ from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Host
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.upstream import compat, seams
 from odyssey_megatron.upstream.seam_table import SEAMS
-from odyssey_megatron.upstream.source import Source
+from odyssey_megatron.upstream.source import VERSIONED, Source
 
 _FROM_TYPING = re.compile(r"^from typing import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
 
@@ -24,8 +24,7 @@ def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[CheckRow
         checkout: The folder that the user named; None: Megatron is installed.
     """
     version = source.version()
-    assert version is not None
-    yield _version(version)
+    yield _version(version) if version else _no_version(source)
     if checkout is not None:
         yield from _python(checkout, host)
         yield _patch(checkout)
@@ -36,9 +35,9 @@ def rows(source: Source, checkout: Path | None, host: Host) -> Iterator[CheckRow
             "For a script of Megatron-LM, name its checkout: odyssey doctor PATH.",
         )  # fmt: skip
     yield from _dataset_helpers(source, host)
-    for seam in SEAMS:
+    for seam in SEAMS if version else ():
         if complete or seam.target.startswith("megatron.core"):
-            yield _seam(seams.check(seam, source, version))
+            yield _seam(seams.check(seam, source, version or ""))
 
 
 def is_patched(checkout: Path | None) -> bool:
@@ -63,6 +62,14 @@ def _version(version: str) -> CheckRow:
     return _row(
         "megatron-core", WARNING, f"{version}: {how}, and no job has run with it",
         f"Use {compat.TESTED[0]}, or try a short job first.",
+    )  # fmt: skip
+
+
+def _no_version(source: Source) -> CheckRow:
+    return _row(
+        "megatron-core", WARNING,
+        f"no version can be read from {source.file_of(VERSIONED)} without running it: its seams were not looked at",
+        "Write MAJOR, MINOR and PATCH there as plain numbers.",
     )  # fmt: skip
 
 
@@ -101,10 +108,13 @@ def _missing_from_typing(checkout: Path, host: Host) -> str:
 
 
 def _patch(checkout: Path) -> CheckRow:
-    name = "odyssey patch"
+    name, there = "odyssey patch", patch.marked(checkout)
+    uninstall = f"odyssey patch uninstall {checkout}"
     try:
-        missing, there = patch.install(checkout), patch.uninstall(checkout)
+        missing = patch.install(checkout)
     except ConfigError as error:
+        if there:
+            return _row(name, WARNING, f"its lines are in {', '.join(there)}: {error}", uninstall)
         return _row(name, WARNING, f"cannot be installed: {error}")
     if missing and there:
         return _row(

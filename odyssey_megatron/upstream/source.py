@@ -12,6 +12,8 @@ from pathlib import Path
 
 from odyssey_megatron.errors import ConfigError
 
+VERSIONED = "megatron.core.package_info"
+"""The module that says which version it is."""
 _MAX_HOPS = 8
 """Largest number of re-exports to follow from a name to its definition; Megatron's chains have two."""
 
@@ -43,8 +45,8 @@ class Source:
         return None if found is None else ()
 
     def version(self) -> str | None:
-        """The version that ``megatron.core`` reports; None if there is no megatron.core."""
-        file = self.file_of("megatron.core.package_info")
+        """The version that ``megatron.core`` reports; None if there is no megatron.core, or none that can be read."""
+        file = self.file_of(VERSIONED)
         if file is None:
             return None
         values = {

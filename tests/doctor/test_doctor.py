@@ -327,6 +327,29 @@ def test_a_version_without_a_job_is_said(tree, monkeypatch):
         assert said in row.found
 
 
+def test_a_version_that_cannot_be_read_is_said(tree, monkeypatch, capsys):
+    """A job may run all the same."""
+    monkeypatch.setattr(command, "_host", lambda checkout: HOST)
+    (tree / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = int('1')\n")
+    assert main(["doctor", str(tree)]) == 0
+    told = capsys.readouterr().out
+    assert "warning  megatron-core: no version can be read from " in told
+    assert "neither there" not in told
+
+
+@pytest.mark.parametrize("minor", [17, 99])
+def test_lines_of_a_patch_are_named_whatever_the_version_has_become(tree, minor):
+    """There is a patch for 0.17.1, which cannot be installed over lines that were edited, and none for 0.99."""
+    (tree / "megatron/core/package_info.py").write_text(f"MAJOR = 0\nMINOR = {minor}\nPATCH = 1\n")
+    name = "megatron/core/__init__.py"
+    (tree / name).write_text("# >>> odyssey-megatron 1: 'odyssey patch uninstall'\n# <<< odyssey-megatron\n")
+    rows = {row.name: row for row in megatron.rows(Source((tree,)), tree, HOST)}
+    found = rows["odyssey patch"]
+    assert found.state == "warning"
+    assert f"its lines are in {name}: " in found.found
+    assert found.remedy == f"odyssey patch uninstall {tree}"
+
+
 @pytest.mark.parametrize(
     ("files", "host", "state"),
     [

@@ -128,6 +128,40 @@ def test_status(tree, capsys):
     assert states() == ["installed"] * 2
 
 
+def test_lines_are_found_whatever_the_version_has_become(tree, capsys):
+    """An upgrade of the checkout leaves them where they are."""
+    before = contents(tree)
+    patch.write(patch.install(tree))
+    info = "megatron/core/package_info.py"
+    for digits, version in (
+        ("1", "0.99.1, for which there is no patch"), ("int('1')", "of a version that cannot be read, for"),
+    ):  # fmt: skip
+        (tree / info).write_text(f"MAJOR = 0\nMINOR = 99\nPATCH = {digits}\n")
+        assert main(["patch", "status", str(tree)]) == 0
+        told = capsys.readouterr().out
+        assert f"megatron-core {version}" in told
+        assert told.count("installed; 'odyssey patch uninstall' takes it out") == 2
+    assert "no version can be read from" in refused(capsys, "install", tree)
+    assert main(["patch", "uninstall", str(tree)]) == 0
+    assert [contents(tree)[Path(name)] for name in (CORE, TRAINING)] == [
+        before[Path(name)] for name in (CORE, TRAINING)
+    ]
+    capsys.readouterr()
+    assert main(["patch", "status", str(tree)]) == 0
+    assert capsys.readouterr().out.count(": not installed\n") == 2
+
+
+def test_status_says_which_line_of_the_file_was_edited(tree, capsys):
+    patch.write(patch.install(tree))
+    anchor = NEWEST.insertions[1].anchor
+    rewrite(tree, TRAINING, anchor, f"{anchor}  # mine")
+    assert main(["patch", "status", str(tree)]) == 0
+    told = capsys.readouterr().out.splitlines()[2]
+    assert f"{TRAINING}: installed; {TRAINING} is not as its tag has it" in told
+    assert "put this line back as it was" in told
+    assert "git checkout" not in told, "which would throw away what else was changed"
+
+
 def test_a_dry_run_prints_what_git_applies_and_writes_nothing(tree, capfdbinary):
     (tree / TRAINING).write_bytes((tree / TRAINING).read_bytes().removesuffix(b"\n"))
     before = contents(tree)
