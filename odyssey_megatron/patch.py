@@ -226,6 +226,12 @@ def _read(checkout: Path, name: str) -> bytes:
 def _insert(text: bytes, insertion: Insertion) -> bytes:
     """Return ``text`` with our lines in the file's own line endings; one that ends without still does."""
     rows = text.splitlines(keepends=True)
+    conflicts = [number for number, row in enumerate(rows, 1) if row.startswith((b"<<<<<<< ", b">>>>>>> "))]
+    if conflicts:
+        raise ConfigError(
+            f"{insertion.file} has a conflict that git left in lines {', '.join(map(str, conflicts))}. Nothing was "
+            "changed; resolve it first."
+        )
     places = [number for number, row in enumerate(rows) if _bare(row) == insertion.anchor.encode()]
     if len(places) != 1:
         numbers = ", ".join(str(place + 1) for place in places)

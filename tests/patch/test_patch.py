@@ -205,8 +205,12 @@ def test_lines_of_an_older_odyssey_are_replaced_and_taken_out(tree, monkeypatch,
         ),
         (lambda tree: (tree / "megatron/core/package_info.py").unlink(), ["no Megatron-LM checkout"]),
         (lambda tree: (tree / TRAINING).unlink(), ["No such file"]),
+        (
+            lambda tree: rewrite(tree, CORE, "# above\n", "<<<<<<< HEAD\n=======\na = 1\n>>>>>>> theirs\n"),
+            [CORE, "conflict", "lines 1, 4"],
+        ),
     ],
-    ids=["anchor gone", "anchor twice", "unknown version", "no checkout", "file gone"],
+    ids=["anchor gone", "anchor twice", "unknown version", "no checkout", "file gone", "conflict"],
 )
 def test_what_is_not_as_expected_is_refused_and_nothing_is_written(tree, capsys, change, said):
     change(tree)
