@@ -61,8 +61,19 @@ def _version(version: str) -> CheckRow:
     how = f"its seams were read ({known[0]})" if known else "nobody has looked at it"
     return _row(
         "megatron-core", WARNING, f"{version}: {how}, and no job has run with it",
-        f"Use {compat.TESTED[0]}, or try a short job first.",
+        f"Use {_nearest(version)}, or try a short job first.",
     )  # fmt: skip
+
+
+def _nearest(version: str) -> str:
+    """Return the tested version that is nearest to ``version``, with its tag."""
+
+    def distance(tested: str) -> list[int]:
+        pairs = zip(*(re.findall(r"\d+", one)[:3] for one in (tested, version)), strict=False)
+        return [abs(int(one) - int(other)) for one, other in pairs]
+
+    nearest = min(compat.TESTED, key=distance)
+    return f"{nearest} ({', '.join(one.tag for one in patch.supported() if one.version == nearest)})"
 
 
 def _no_version(source: Source) -> CheckRow:

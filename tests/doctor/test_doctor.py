@@ -337,6 +337,17 @@ def test_a_version_that_cannot_be_read_is_said(tree, monkeypatch, capsys):
     assert "neither there" not in told
 
 
+@pytest.mark.parametrize(
+    ("minor", "number", "said"),
+    [(16, 0, "0.16.1 (core_v0.16.1)"), (18, 0, "0.18.2 (core_v0.18.2)"), (20, 0, "0.19.1 (core_v0.19.0)")],
+)
+def test_the_nearest_tested_version_is_recommended(tree, minor, number, said):
+    info = f"MAJOR = 0\nMINOR = {minor}\nPATCH = {number}\nPRE_RELEASE = 'rc1'\n"
+    (tree / "megatron/core/package_info.py").write_text(info)
+    row = next(megatron.rows(Source((tree,)), tree, HOST))
+    assert row.remedy == f"Use {said}, or try a short job first."
+
+
 @pytest.mark.parametrize("minor", [17, 99])
 def test_lines_of_a_patch_are_named_whatever_the_version_has_become(tree, minor):
     """There is a patch for 0.17.1, which cannot be installed over lines that were edited, and none for 0.99."""
