@@ -84,7 +84,7 @@ _WORKS = {
     use_rotary_position_embeddings rotary_base rotary_percent rotary_seq_len_interpolation_factor
     yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
     use_rope_scaling rope_scaling_factor rope_type add_position_embedding make_vocab_size_divisible_by
-    padded_vocab_size pad_vocab_size openai_gelu squared_relu swiglu quick_geglu cross_entropy_loss_fusion
+    padded_vocab_size openai_gelu squared_relu swiglu quick_geglu cross_entropy_loss_fusion
     cross_entropy_fusion_impl masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion
     bias_dropout_fusion apply_rope_fusion use_flash_attn flash_attention_version no_persist_layer_norm
     gradient_accumulation_fusion disable_jit_fuser attention_softmax_in_fp32 softmax_type fp16_lm_cross_entropy

@@ -84,6 +84,14 @@ def _in_16_bits_or_fewer(value: Any, args: Any) -> bool:
     return str(value) in _SCALED
 
 
+def _words_unknown(value: Any, args: Any) -> bool:
+    """Whether nothing says the size of the embedding. A checkpoint may, whose arguments are read later."""
+    given = getattr(args, "padded_vocab_size", None) is not None or getattr(
+        args, "use_checkpoint_args", False
+    )
+    return value is False and not given
+
+
 def _more_stages_than_layers(value: Any, args: Any) -> bool:
     return _number(value, 1) > _number(getattr(args, "num_layers", None), math.inf)
 
@@ -324,6 +332,8 @@ _NEVER = _since(
      "which cannot be dealt out to other ranks. Later versions ignore the flag there, and it is not refused.",
      "Leave it out, or use Transformer Engine's layers.",
      lambda value, args: bool(value) and getattr(args, "transformer_impl", None) == "local"),
+    ("pad_vocab_size", "Without --padded-vocab-size Megatron-LM does not know how many words the embedding has, and "
+     "ends, too.", "Leave it out, or give --padded-vocab-size.", _words_unknown),
     ("init_model_with_meta_device", "It is for FSDP. Without that, weights stay uninitialized until a checkpoint is "
      "read, and so would a layer that a recovery builds.", _LEAVE_OUT),
     ("freeze_all_layers skip_train", "The job trains nothing, so there is nothing to recover.",
@@ -348,6 +358,7 @@ _NEVER = _since(
 ROWS = (*_16, *_TE, *_17, *_18, *_19, *_NEVER)
 SAID = {
     "fp4": "--fp4-format",
+    "pad_vocab_size": "--no-pad-vocab-size",
     "perform_initialization": "--no-initialization",
     "non_persistent_ckpt_type": "--non-persistent-ckpt-type local",
 }

@@ -113,6 +113,7 @@ GIVEN = {
     "--run-workload-inspector-server": "--run-workload-inspector-server",
     "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2 --num-experts 4",
     "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 5",
+    "--no-pad-vocab-size": "--no-pad-vocab-size",
     "--recompute-modules": "--recompute-granularity selective --recompute-modules core_attn mlp",
     "--expert-tensor-parallel-size": "--expert-tensor-parallel-size 2 --num-experts 4",
     "--moe-grouped-gemm": "--moe-grouped-gemm --num-experts 4",
