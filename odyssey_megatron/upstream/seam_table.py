@@ -431,6 +431,11 @@ TENSORBOARD_WRITER = Seam(
     why="the curves go on when the rank that writes them has died",
     signatures={"0.16": ""},
 )
+TRAIN_START_TIME = Seam(
+    target="megatron.training.training:_TRAIN_START_TIME",
+    why="--exit-duration-in-mins counts from the job's start, not from that of a process that joins",
+    signatures={"0.16": ""},
+)
 SIGNAL_HANDLER = Seam(
     target="megatron.training.global_vars:_GLOBAL_SIGNAL_HANDLER",
     why="all ranks leave behind the same iteration",

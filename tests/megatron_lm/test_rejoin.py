@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -28,6 +30,20 @@ def test_the_first_and_the_last_rank_come_back(jobs, undisturbed, name, inject):
     begun = {e["generation"]: e["plan_hash"] for e in run.named("generation_started")}
     assert begun[min(begun)] == begun[max(begun)], "back to the first plan"
     assert {event["rank"] for event in run.named("switched")} == set(range(8))
+
+
+@pytest.mark.matrix
+def test_the_time_limit_of_a_job_is_not_begun_anew(jobs, name):
+    """The first rank, which has come back, says when the job exits: by the time since the job started."""
+    run = jobs.odyssey(
+        name,
+        f"{MOCK} --train-iters 100000 --exit-duration-in-mins 1 --odyssey-respawn 1",
+        ranks=2, stages=1, without="--train-iters", inject="rank=0,step=2,at=commit",
+    )  # fmt: skip
+    assert run.exit_code == 0, run.log[-4000:]
+    assert len(run.named("rank_joined")) == len(run.killed) == 1
+    (minutes,) = re.findall(r"exiting program after ([.\d]+) minutes", run.log)
+    assert 1.0 < float(minutes) < 1.1
 
 
 def test_one_that_comes_back_evaluates_what_the_others_do(jobs, name):

@@ -25,8 +25,10 @@ _NOTE = "start"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where the job started: at a checkpoint's iteration, or at 0."""
+    """Where the job started: at a checkpoint's iteration, or at 0; and when."""
 
+    began_s: float
+    """Seconds since the epoch: what Megatron counts ``--exit-duration-in-mins`` from."""
     iteration: int
     consumed_train_samples: int
     skipped_train_samples: int
@@ -43,7 +45,10 @@ class Start:
     @classmethod
     def of(cls, args: Any, scheduler: Any, groups: list[tuple[Any, Any]]) -> Start:
         """The start, from Megatron's ``args`` after loading."""
+        from megatron.training import training
+
         return cls(
+            began_s=training._TRAIN_START_TIME,
             scheduler=scheduler.state_dict(),
             groups=groups,
             iteration=args.iteration,
@@ -72,7 +77,10 @@ class Start:
         return cls(**json.loads(member.reports.noted(_NOTE) or "{}"))
 
     def apply(self, args: Any, scheduler: Any, optimizer: Any) -> None:
-        """Set what loading a checkpoint would have set."""
+        """Set what loading a checkpoint would have set, and the job's start in place of this process's."""
+        from megatron.training import training
+
+        training._TRAIN_START_TIME = self.began_s
         vars(scheduler).update(self.scheduler)
         optimizer.take_over(self.groups)
         args.iteration, args.consumed_train_samples = self.iteration, self.consumed_train_samples
