@@ -90,3 +90,17 @@ def test_indices_that_rank_0_has_built_on_another_node_are_said_to_be_missing(
     assert len(pretrain_llama.build_dataset(args, str(tmp_path / "node0"))) >= 4
     with pytest.raises(ConfigError, match=r"_index.npy does not exist on this node.* --data-cache-path"):
         pretrain_llama.build_dataset(args, str(tmp_path / "node1"))
+
+
+def test_an_evaluation_behind_a_checkpoint_is_what_it_would_have_been(make_model):
+    """Its samples, and the random numbers of its routers."""
+    from odyssey_megatron.mcore.loop.data import MicrobatchSource
+
+    model, found = make_model(), []
+    microbatches = model.microbatches
+    for evaluated, first in ((0, 5), (3, 2)):
+        microbatches.source = MicrobatchSource(range(64), micro_batch_size=1, offset=evaluated)
+        model.begin_evaluation(first, 2)
+        microbatches.go_to(1)
+        found.append((next(microbatches.source).tolist(), microbatches._seeds.step))
+    assert found[0] == found[1]

@@ -15,6 +15,7 @@ from tests.megatron_lm.jobs import (
     MOCK,
     assert_same_iterations,
     assert_same_lines,
+    behind_a_load,
     checkpoint,
 )
 from tests.megatron_lm.test_flags import INTERLEAVED
@@ -145,6 +146,22 @@ def test_routers_that_draw_go_on_with_what_they_would_have_drawn(jobs, name, cas
     assert {0, 5} <= set(run.killed)
     routed = jobs.odyssey(f"{name}-routed", flags.replace("--moe-router-force-load-balancing", ""), **how)
     assert [one.loss for one in routed.iterations] != [one.loss for one in whole.iterations]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "drawn", ["--moe-input-jitter-eps 0.05", "--moe-router-force-load-balancing"], ids=["jitter", "forced"]
+)
+def test_routers_that_draw_go_on_behind_a_checkpoint(jobs, name, drawn):
+    """In evaluations, too."""
+    flags = f"{MOCK} {MIXTRAL} {drawn} --odyssey-float64 on"
+    saves, how = f"--save {jobs.folder / name}-saved --save-interval 3", {"ranks": 4, "stages": 2}
+    whole = jobs.odyssey(f"{name}-whole", f"{flags} {saves}", **how)
+    run = jobs.odyssey(name, f"{flags} --load {jobs.folder / name}-saved --ckpt-step 3", **how)
+    assert run.exit_code == 0, run.log[-3000:]
+    assert_same_iterations(run.iterations, behind_a_load(whole.iterations[3:]), rel=FLOAT64)
+    assert run.evaluations == whole.evaluations[1:]
+    assert len(run.evaluations) > 1
 
 
 SAVES = {

@@ -77,7 +77,7 @@ class MicrobatchSource:
             offset: the place of the first sample of the first step.
             squared_lengths: as in ``TrainingJob``; None: taken from a sample's ``cu_seqlens``.
         """
-        self._dataset, self._order, self._offset = dataset, order, offset
+        self._dataset, self._order, self.offset = dataset, order, offset
         self._micro_batch_size, self._squared_lengths = micro_batch_size, squared_lengths
         self._before, self._microbatch, self._batch = 0, -1, None
         self.evaluated = 0
@@ -111,7 +111,7 @@ class MicrobatchSource:
         return _lengths(self._dataset[sample]).square().sum().item()
 
     def _places(self, before: int, microbatch: int) -> range:
-        first = self._offset + before
+        first = self.offset + before
         return global_samples(before=first, microbatch=microbatch, micro_batch_size=self._micro_batch_size)
 
     def _samples(self, places: range) -> Sequence[int]:

@@ -52,8 +52,11 @@ class Microbatches:
 
     def begin_evaluation(self, first: int, microbatches: int) -> None:
         """Begin an evaluation of ``microbatches`` of the source from ``first`` on, as a plan counts them."""
-        self._seeds.step = INITIAL - 1 - first
-        self._begin(microbatches, first * self._cell.full_lanes * self._micro_batch_size, dealt=-1)
+        assert self.source is not None, "no data yet"
+        size = self._cell.full_lanes * self._micro_batch_size
+        # What evaluations took before a checkpoint counts, as in a job that never stopped.
+        self._seeds.step = INITIAL - 1 - first - self.source.offset // size
+        self._begin(microbatches, first * size, dealt=-1)
 
     def _begin(self, of_plan: int, before: int, *, dealt: int) -> None:
         assert self.source is not None, "no data yet"
