@@ -360,12 +360,6 @@ def generators_of(dataset: Any) -> list[Any]:
     return [one.np_rng for one in parts if isinstance(one, GPTFIMDataset)]
 
 
-def append_to_progress_log(function: Callable[..., None], save_dir: str, text: str) -> None:
-    """Call ``function``, Megatron's, without its barrier; from 0.18 on it requires the folder."""
-    folder = (save_dir,) if "save_dir" in inspect.signature(function).parameters else ()
-    function(*folder, text, barrier=False)
-
-
 def aux_losses() -> dict[str, tuple[Any, bool]]:
     """The routers' sums of each auxiliary loss, by layer, and whether each rank of a cell has only a part of them.
 

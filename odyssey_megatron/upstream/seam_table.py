@@ -154,7 +154,6 @@ INIT_PERSISTENT_ASYNC_WORKER = Seam(
     why="no process saves beside the ranks; core_v0.16.1 starts it before it validates any flag",
     signatures={"0.16": "", "0.17": "rank mp_mode"},
 )
-
 GET_CHECKPOINT_NAME = Seam(
     target="megatron.training.checkpointing:get_checkpoint_name",
     why="what an interrupted save has left is removed",
@@ -166,7 +165,6 @@ NON_PERSISTENT_CKPT_SUBDIR = Seam(
     why="what an interrupted save has left is removed",
     signatures={"0.16": ""},
 )
-
 CHECK_PARAM_HASHES = Seam(
     target="megatron.core.utils:check_param_hashes_across_dp_replicas",
     why="a layer's holders are those of the plan",
@@ -209,6 +207,11 @@ GET_START_TIME_FROM_PROGRESS_LOG = Seam(
     target="megatron.training.training:get_start_time_from_progress_log",
     why="throughput is logged per GPU, and their number changes",
     signatures={"0.16": ""},
+)
+COMPUTE_THROUGHPUTS = Seam(
+    target="megatron.training.training:compute_throughputs_and_append_to_progress_log",
+    why="the job's throughput counts from its start, and per GPU that it began with",
+    signatures={"0.16": "iteration num_floating_point_operations_so_far"},
 )
 
 # -- replaced, in megatron.core --------------------------------------------------------------------------------------

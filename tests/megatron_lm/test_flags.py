@@ -206,7 +206,6 @@ def test_the_progress_log_follows_the_number_of_ranks(jobs, name):
     assert [(line[2], line[3]) for line in lines] == [
         ("# GPUs: 4", "Starting job"),
         ("# GPUs: 4", "Saved checkpoint"),
-        ("# GPUs: 3", "Starting job"),
         ("# GPUs: 3", "Saved checkpoint"),
         ("# GPUs: 3", "Saved checkpoint"),
     ]

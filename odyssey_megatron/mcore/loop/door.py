@@ -86,7 +86,6 @@ class Door:
         self._saved = shards.Saved()
         self._saves = Saves(self._together, self._chunks)
         self._progress = ProgressLog(
-            self._together,
             joins=lambda: self._groups.are_first and self._session.member.joins,
             not_saved=lambda: self._saves.not_saved,
         )

@@ -16,6 +16,7 @@ from odyssey_megatron.mcore.loop import outcome, tensorboard
 from odyssey_megatron.mcore.loop.console import SurvivingLines
 from odyssey_megatron.mcore.loop.feed import Feed
 from odyssey_megatron.mcore.loop.joining import Start
+from odyssey_megatron.mcore.loop.progress_log import since_start
 from odyssey_megatron.mcore.loop.together import CommonWork
 from odyssey_megatron.mcore.model import experts
 from odyssey_megatron.upstream import compat, seam_table, seams
@@ -41,6 +42,7 @@ class Steps:
             (seam_table.DUMMY_TRAIN_STEP, self.dummy_train_step),
             (seam_table.CONSUME_SEQLEN_STATS, lambda original: self.work.runtime.position.outcome.sequences),
             (seam_table.TRAINING_LOG, self.training_log),
+            (seam_table.COMPUTE_THROUGHPUTS, self.compute_throughputs),
             (seam_table.REDUCE_MAX_STAT, outcome.known_to_all),
             (seam_table.GET_FORWARD_BACKWARD_FUNC, self.get_forward_backward_func),
             (seam_table.CHECK_PARAM_HASHES, self.check_param_hashes),
@@ -79,6 +81,10 @@ class Steps:
         if self.work.session.member.joins:  # after a first iteration Megatron does not reset its sums
             named["is_first_iteration"] = False
         return original(*given, **named)
+
+    def compute_throughputs(self, original: Any, *given: Any, **named: Any) -> Any:
+        with since_start(self.start, self.work.session.world_size):
+            return original(*given, **named)
 
     def train_step(
         self,
