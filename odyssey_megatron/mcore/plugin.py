@@ -42,7 +42,7 @@ from odyssey_megatron.launch.rank.environment import journal_of
 from odyssey_megatron.launch.rank.injector import Injector
 from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.mcore import device
-from odyssey_megatron.mcore.checks import check_rates, check_samples, digest_of_samples
+from odyssey_megatron.mcore.checks import check_job, check_samples, digest_of_samples
 from odyssey_megatron.mcore.estimate import estimate, experts_work
 from odyssey_megatron.mcore.settings import settings_of
 from odyssey_megatron.metrics.journal import Journal
@@ -228,15 +228,9 @@ class Session:
                 "Session.train was called a second time: a job trains once. Start another job."
             )
         self._has_trained = True
+        check_job(job, sequence_balance=self.config.sequence_balance)
         length = {"train_iters": job.train_iters, "global_batch_size": job.global_batch_size}
         check_samples(job.dataset, **length)
-        check_rates(job.model.optimizer_config, job.scheduler)
-        if self.config.sequence_balance != "off" and job.squared_lengths is None:
-            raise ConfigError(
-                f"--odyssey-sequence-balance {self.config.sequence_balance} deals microbatches by the lengths of the "
-                "sequences in them, and this script's TrainingJob does not say how long these are. Give it "
-                "squared_lengths, or leave the flag out."
-            )
         spec = self._job_spec(job)
         configs = job.model.config, job.model.optimizer_config
         settings = settings_of(*configs, job.scheduler, seed=job.model.seed)

@@ -121,6 +121,12 @@ def check_unsound(outcome, message, *, steps):
             "--sequence-parallel",
             "Megatron refuses this model: Cannot use sequence parallelism without tensor",
         ),
+        (
+            2,
+            1,
+            "--train-iters 0",
+            "TrainingJob has train_iters 0, and a whole number of 1 or more is expected",
+        ),
         (2, 1, "--odyssey-polcy auto", "unknown flag --odyssey-polcy"),
         (2, 1, "--odyssey-inject rank=1,step=99,at=forward", "the job has 6 step(s), which count from 0"),
         (2, 1, "--odyssey-inject rank=1,step=3,at=exchange", "Add --odyssey-time-links on"),

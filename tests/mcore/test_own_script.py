@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from odyssey_megatron.errors import ConfigError  # noqa: E402
 from odyssey_megatron.mcore.model import scripted  # noqa: E402
 from odyssey_megatron.mcore.model.clipping import clipped  # noqa: E402
+from tests.mcore.conftest import SCHEDULE  # noqa: E402
 
 RATES = SimpleNamespace(lr=1e-2, min_lr=1e-3)
 
@@ -164,6 +165,59 @@ def test_one_learning_rate_is_not_trained_and_another_one_logged(megatron, sched
     check_rates(RATES, {"max_lr": 1e-2, "min_lr": 1e-3})
     with pytest.raises(ConfigError, match="would log the latter"):
         check_rates(RATES, schedule)
+
+
+def check(**changes: Any) -> None:
+    """Check a job of whose fields some are wrong."""
+    from odyssey_megatron.mcore.checks import check_job
+
+    sizes = dict.fromkeys(("global_batch_size", "micro_batch_size", "seq_length", "vocab_size"), 8)
+    job = {"train_iters": 1, "pipeline_model_parallel_size": 1, "loss_names": ("lm loss",), **sizes}
+    job |= {"scheduler": SCHEDULE, "model": SimpleNamespace(optimizer_config=RATES), "squared_lengths": None}
+    check_job(SimpleNamespace(**job | changes), sequence_balance="off")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "12"])
+def test_sizes_are_whole_numbers_of_one_or_more(megatron, wrong):
+    check()
+    with pytest.raises(ConfigError, match=f"has train_iters {wrong!r}, and a whole number"):
+        check(train_iters=wrong)
+
+
+def test_one_loss_name_is_not_taken_letter_by_letter(megatron):
+    check(loss_names=["lm loss", "other"])
+    with pytest.raises(ConfigError, match=r"Give it \('lm loss',\)"):
+        check(loss_names="lm loss")
+
+
+WRONG_SCHEDULES = {
+    "unknown": ({"lr_decay_stile": "cosine"}, r"unknown arguments \(lr_decay_stile\)"),
+    "style": ({"lr_decay_style": "cosinus"}, "cosinus decay style is not supported"),
+    "increment style": ({"wd_incr_style": "square"}, "square weight decay increment style is not supported"),
+    "WSD": ({"lr_decay_style": "WSD", "wsd_decay_steps": 8}, "styles that OptimizerParamScheduler knows"),
+    "warm-up": ({"lr_warmup_steps": 50}, "warm-up must be shorter"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SCHEDULES)
+def test_a_schedule_that_megatron_does_not_know_is_refused_at_once(megatron, wrong):
+    """Some of them Megatron would refuse only behind the warm-up."""
+    change, told = WRONG_SCHEDULES[wrong]
+    with pytest.raises(ConfigError, match=told):
+        check(scheduler=SCHEDULE | change)
+
+
+def test_what_megatron_knows_of_schedules_is_accepted(megatron):
+    for style in ("cosine", "constant", "inverse-square-root", "linear"):
+        check(scheduler=SCHEDULE | {"lr_decay_style": style})
+    ends = {"lr_wsd_decay_style": "linear", "wsd_decay_steps": 8}
+    check(scheduler=SCHEDULE | {"lr_decay_style": "WSD", **ends})
+
+
+def test_a_schedule_that_lacks_something_is_refused_at_once(megatron):
+    rates = ("max_lr", "min_lr")
+    with pytest.raises(ConfigError, match=r"lacks some \(max_lr, min_lr\)"):
+        check(scheduler={name: one for name, one in SCHEDULE.items() if name not in rates})
 
 
 def test_ranks_do_something_together_in_on_end_alone(megatron):
