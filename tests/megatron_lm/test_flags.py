@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e import not_finite
 from tests.e2e.jobs import ROUNDING, assert_equal_numbers, assert_holders_agree
+from tests.launch.jobserver import CHECKOUT
 from tests.megatron_lm.jobs import FLOAT32, FLOAT64, MOCK, assert_same_lines
 
 NOT_FINITE = not_finite.__file__
@@ -200,7 +201,9 @@ def test_the_progress_log_follows_the_number_of_ranks(jobs, name):
     saved = jobs.folder / name / "saved"
     saved.mkdir(parents=True)  # as plain core_v0.16.1 wants it
     flags = f"{MOCK} --log-progress --save {saved} --save-interval 2"
-    run = jobs.odyssey(name, flags, ranks=4, stages=2, inject="rank=0,step=3,at=backward")
+    before = [str(CHECKOUT / "tests" / "megatron_lm" / "counted.py"), "1e18"]
+    inject = "rank=0,step=3,at=backward"
+    run = jobs.odyssey(name, flags, ranks=4, stages=2, inject=inject, before=before)
     assert run.exit_code == 0, run.log[-3000:]
     lines = [line.split("\t") for line in (saved / "progress.txt").read_text().splitlines()]
     assert [(line[2], line[3]) for line in lines] == [
@@ -209,6 +212,10 @@ def test_the_progress_log_follows_the_number_of_ranks(jobs, name):
         ("# GPUs: 3", "Saved checkpoint"),
         ("# GPUs: 3", "Saved checkpoint"),
     ]
+    for line in lines[2:]:  # both are since the job's start, and per GPU that it began with
+        job, cumulative = (float(re.search(r": ([.\d]+) TFLOP", one)[1]) for one in line[5:7])
+        assert job == pytest.approx(cumulative, rel=0.01)
+        assert job > 1.0
 
 
 def test_who_alone_finds_a_loss_that_is_not_finite_is_left_out(jobs, name):
