@@ -61,6 +61,11 @@ class WhatIf:
         plan = self.smaller.plan if self.smaller else None
         return (plan, self.smaller.state) if self.smaller and plan else (self.plan, self.state)
 
+    @property
+    def lasting_decision(self) -> Decision | None:
+        """The decision for the plan that lasts until the next loss; None: see ``decision``."""
+        return self.smaller.decision if self.smaller and self.smaller.plan else self.decision
+
     def sizes(self, plan: Plan) -> Mapping[int, int]:
         """Return worker -> its number of GPUs, of those that go on in ``plan`` though they have lost some."""
         return self.smaller.sizes if self.smaller and plan is self.smaller.plan else NO_SHAPES

@@ -14,6 +14,7 @@ from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.doctor.flags import looked_at
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
+from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile, load_profile
 from odyssey_megatron.studies import launch_line
 from odyssey_megatron.studies.busy_experts import with_measured_loads
@@ -60,6 +61,11 @@ class Scenario:
         if len(ranks) > 1:
             raise ConfigError(f"{place}: a single GPU is expected, and these are {len(ranks)}.")
         return ranks[0]
+
+    def started_with(self, job: JobSpec, plan: Plan) -> Scenario:
+        """Return the scenario once ``job`` has started with ``plan``, which may have no room for messages."""
+        costs = replace(self.profile.costs, keeps_messages=plan.keeps_messages)
+        return replace(self, job=job, profile=replace(self.profile, costs=costs))
 
     def __str__(self) -> str:
         """Return the sizes in words."""

@@ -45,8 +45,9 @@ class Smaller:
 
 def left_of(
     scenario: Scenario, state: ClusterState, killed: Collection[int], plan: Plan, home: Plan
-) -> Smaller:
-    """Return what is left of the cells of ``scenario`` when the GPUs of the ranks ``killed`` are given up.
+) -> Smaller | None:
+    """Return what is left of the cells of ``scenario`` when the GPUs of the ranks ``killed`` are given up; None if no
+    cell has lost a part of its own.
 
     Args:
         state: the cluster without them.
@@ -54,6 +55,8 @@ def left_of(
         home: the healthy job's.
     """
     job, gpus, sizes = scenario.job, scenario.gpus_per_node, dict[int, int]()
+    if not killed or job.cell_size == 1:
+        return None
     why = stands_by(job, scenario.config, gpus)
     for node in sorted({rank // gpus for rank in killed}):
         slots = {rank: rank % gpus for rank in range(node * gpus, (node + 1) * gpus)}

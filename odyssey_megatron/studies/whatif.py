@@ -149,12 +149,13 @@ def answered(
         killed: the ranks whose GPUs are dead.
         say: is told what is being worked out.
     """
-    profile, config = scenario.profile, scenario.config
+    config = scenario.config
     say("the healthy job's plans")
     planner = PolicyPlanner(config, must_fit=True)
-    start = planner.start(scenario.job, scenario.state, to_json(profile))
-    profile = replace(profile, costs=replace(profile.costs, keeps_messages=start.plan.keeps_messages))
-    job, decision, both, smaller, decide_s, ends, exit_code = planner.job, None, None, None, 0.0, "", 0
+    start = planner.start(scenario.job, scenario.state, to_json(scenario.profile))
+    job, begun = planner.job, scenario.started_with(planner.job, start.plan)
+    profile = begun.profile
+    decision, both, smaller, decide_s, ends, exit_code = None, None, None, 0.0, "", 0
     if state != scenario.state:
         prepare_for(len(state.alive), job, profile)
         began_s = time.perf_counter()
@@ -167,8 +168,7 @@ def answered(
             ends, exit_code = str(error), EXIT_LAYERS_LOST if isinstance(error, LayersLost) else 1
         else:
             decide_s, both = time.perf_counter() - began_s, two_speed(decision, config)
-            if killed and job.cell_size > 1:
-                smaller = left_of(replace(scenario, job=job), state, killed, decision.plan, start.plan)
+            smaller = left_of(begun, state, killed, decision.plan, start.plan)
     plan = decision.plan if decision else start.plan
     answer = WhatIf(
         scenario=scenario,
@@ -187,10 +187,10 @@ def answered(
         ends=ends,
         exit_code=exit_code,
     )
-    lasting, then = answer.lasting
-    answer = replace(answer, flags=[*suggested(scenario, job, answer.before, answer.best, lasting)])
+    answer = replace(answer, flags=[*suggested(answer, job, killed)])
     if ends:
         return answer
+    lasting, then = answer.lasting
     return replace(answer, losses=next_losses(job, then, lasting, profile, config, say))
 
 

@@ -90,7 +90,10 @@ def test_what_is_left_of_cells_goes_on(capsys, tmp_path):
     assert main_plan([*flags, "--width", "0"]) == 0
     text, gain = capsys.readouterr().out, after.step_s / with_it.step_s - 1
     assert f"goes on (worker 0 with 7 of 8 GPUs), {gain:+.1%} throughput" in text
-    assert "--odyssey-redundancy state   without a second holder after this loss: all layers" in text
+    assert (
+        "without a second holder after this loss: all layers; --odyssey-redundancy state would cost more"
+        in text
+    )
     assert re.search(rf"^then: replan, step {with_it.step_s * 1e3:.1f} ms", text, re.MULTILINE)
     page = tmp_path / "plan.html"
     assert main_plan([*flags, "--width", "0", "--html", str(page)]) == 0
