@@ -27,6 +27,8 @@ class NextLoss:
     policy: str = ""
     """The policy that would be taken; "": the job would end."""
     step_s: float | None = None
+    alone: tuple[int, ...] = ()
+    """The layers some of whose state only one worker would have then."""
     why: str = ""
     """The reason why the job would end."""
 
@@ -56,7 +58,13 @@ def next_losses(
             found.append(NextLoss(workers=tuple(workers), spans=spans, why=str(error)))
         else:
             found.append(
-                NextLoss(workers=tuple(workers), spans=spans, policy=after.policy, step_s=after.best.step_s)
+                NextLoss(
+                    workers=tuple(workers),
+                    spans=spans,
+                    policy=after.policy,
+                    step_s=after.best.step_s,
+                    alone=tuple(alone(after.best.layout)),
+                )
             )
     return sorted(found, key=lambda one: (one.step_s is not None, -(one.step_s or 0.0), one.workers))
 

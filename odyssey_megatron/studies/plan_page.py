@@ -100,7 +100,7 @@ def _next(answer: WhatIf) -> str:
         return section("The job ends", "", f"<p>{escape(sentence(plan_text.ends_text(answer)))}</p>")
     return section(
         "The next loss",
-        sentence(plan_text.nodes_text(answer)),
+        " ".join(map(sentence, filter(None, (plan_text.gain_text(answer), plan_text.nodes_text(answer))))),
         table(plan_text.LOSS_COLUMNS, plan_text.loss_rows(answer)),
     )
 
@@ -121,8 +121,11 @@ def _facts(answer: WhatIf) -> str:
     if answer.ends:
         return fact_row([*facts, ("ends", "the job, with this loss", "bad")])
     ends = sum(len(one.workers) for one in answer.losses if one.step_s is None)
-    survives = ("survived", "good") if not ends else ("ends the job", "bad")
-    facts.append((survives[0], f"the next loss{f' of any of {ends} workers' if ends else ''}", survives[1]))
+    alone = sum(len(one.workers) for one in answer.losses if one.alone)
+    survives = ("ends the job", "bad") if ends else ("survived", "" if alone else "good")
+    of = f" of any of {ends} workers" if ends else ""
+    then = f"; that of any of {alone} workers leaves layers without a second holder" if alone else ""
+    facts.append((survives[0], f"the next loss{of}{then}", survives[1]))
     return fact_row(facts)
 
 

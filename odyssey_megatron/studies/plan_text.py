@@ -14,7 +14,7 @@ from odyssey_megatron.plan.scheduling.reductions import buckets
 from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed
 from odyssey_megatron.studies.answer import WhatIf
-from odyssey_megatron.studies.losses import NextLoss
+from odyssey_megatron.studies.losses import NextLoss, alone
 from odyssey_megatron.studies.presets import GIB
 from odyssey_megatron.studies.scenario import Scenario
 from odyssey_megatron.studies.suggested import WORTH, names_of
@@ -120,10 +120,13 @@ def memory_text(answer: WhatIf) -> str:
 def best_layout(answer: WhatIf) -> str:
     """Return a line on the best layout of the healthy job."""
     before, best = answer.before, answer.best
+    # As policy/initial.py looks for it: among others only if none of these fits.
+    restricted = not alone(before.layout) and not alone(best.layout)
+    among = "of layouts that survive the loss of any one worker, " if restricted else ""
     if best.layout == before.layout:
-        return "no layout that was found is faster without failures"
+        return f"{among}no layout that was found is faster without failures"
     return (
-        f"without failures pipelines {best.layout.lengths} have a step of {best.step_s * 1e3:.1f} ms, "
+        f"{among}pipelines {best.layout.lengths} have a step of {best.step_s * 1e3:.1f} ms without failures, "
         f"{before.step_s / best.step_s - 1:.1%} more throughput: --odyssey-layout auto"
     )
 
@@ -189,7 +192,7 @@ def ends_text(answer: WhatIf) -> str:
     return f"the job ends, exit code {answer.exit_code}: {answer.ends}"
 
 
-LOSS_COLUMNS = ("the next loss", "with", "then", "step", "throughput")
+LOSS_COLUMNS = ("the next loss", "with", "then", "step", "throughput", "without a second holder then")
 
 
 def loss_rows(answer: WhatIf) -> list[tuple[str, ...]]:
@@ -197,9 +200,10 @@ def loss_rows(answer: WhatIf) -> list[tuple[str, ...]]:
     rows: dict[tuple[str, ...], list[NextLoss]] = {}
     plan, _ = answer.lasting
     for one in answer.losses:
-        ends: tuple[str, ...] = ("the job ends", "–", "–")
+        ends: tuple[str, ...] = ("the job ends", "–", "–", "–")
         if one.step_s is not None:
-            ends = (one.policy, f"{one.step_s * 1e3:.1f} ms", f"{plan.step_s / one.step_s:.1%}")
+            step, kept = f"{one.step_s * 1e3:.1f} ms", f"{plan.step_s / one.step_s:.1%}"
+            ends = (one.policy, step, kept, names_of(one.alone, plan))
         rows.setdefault(ends, []).append(one)
     found: list[tuple[str, ...]] = []
     for ends, alike in rows.items():
@@ -215,7 +219,16 @@ def _losses_text(answer: WhatIf) -> list[str]:
     lines = [text_table(LOSS_COLUMNS, rows[:_SHOWN_LOSSES])]
     if len(rows) > _SHOWN_LOSSES:
         lines.append("all others cost less")
-    return [*lines, nodes_text(answer)]
+    return [*lines, *filter(None, [gain_text(answer)]), nodes_text(answer)]
+
+
+def gain_text(answer: WhatIf) -> str:
+    """Return a line on why throughput is larger after some next loss; empty if it is not."""
+    plan, _ = answer.lasting
+    if not any(one.step_s and plan.step_s / one.step_s - 1 >= WORTH for one in answer.losses):
+        return ""
+    may = ", and may give up second holders" if any(one.alone for one in answer.losses) else ""
+    return f"more than 100%: what follows a loss is planned anew{may}"
 
 
 def nodes_text(answer: WhatIf) -> str:
