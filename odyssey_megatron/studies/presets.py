@@ -34,7 +34,11 @@ _Named = TypeVar("_Named")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """One GPU. Peaks are from the vendor's data sheet (dense bf16); ``EFFICIENCY`` is the share that is achieved."""
+    """One GPU. Peaks are from the vendor's data sheet (dense bf16); ``EFFICIENCY`` is the share that is achieved.
+
+    Memory is the data sheet's, too, whose GB are GiB: nvidia-smi shows 81,920 MiB of an A100 (80 GB), 81,559 of an H100
+    (80), 143,771 of an H200 (141), 183,359 of a B200 (180) and 189,471 of a GB200 (186).
+    """
 
     peak_flops_per_s: float
     memory_bytes: int
@@ -215,7 +219,7 @@ ACCELERATORS = {
     ),
     # A rack of 72 has 180 PFLOPS, 13.4 TB, and 576 TB/s.
     "gb200": Accelerator(
-        peak_flops_per_s=2500e12, memory_bytes=186 * 10**9, memory_bytes_per_s=8e12,
+        peak_flops_per_s=2500e12, memory_bytes=186 * GIB, memory_bytes_per_s=8e12,
         link_bytes_per_s=50e9, node_bytes_per_s=900e9, node_gpus=72,
     ),
 }  # fmt: skip
