@@ -227,7 +227,9 @@ def _notes(line: _Line, unknown: Sequence[str], refused: Sequence[str]) -> list[
     notes += [f"a job would refuse {one}: odyssey doctor says why" for one in refused]
     notes += [_PRESUMED.format(_presumed(line))] * bool(_presumed(line))
     if line.has("fp8"):
-        notes.append("--fp8-format is not counted: products take what they take in bf16")
+        notes.append(
+            "--fp8-format is not counted: layers take the time and the memory that they take in bf16"
+        )
     elif not (line.has("bf16") or line.has("fp16")):
         notes.append(
             "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"

@@ -90,14 +90,16 @@ def main_plan(argv: Sequence[str]) -> int:
 
 
 def _remedy(scenario: Scenario) -> str:
-    """Return what leaves less memory to be filled on each GPU."""
+    """Return what leaves less memory to be filled on each GPU, what a job would do, and what the costs rest on."""
     job, config = scenario.job, scenario.config
     of_state = [] if job.optimizer_copies else ["--use-distributed-optimizer"]
     of_state += [] if config.redundancy == "off" else [f"no --odyssey-redundancy {config.redundancy}"]
     less = f"Of state, {' or '.join(of_state)} leaves less on each. " if of_state else ""
     return (
-        f"{less}Of activations, a smaller --micro-batch-size, --context-parallel-size or recomputation does; of both, "
-        "more GPUs with more stages or a larger tensor size."
+        f"{less}Of activations, a smaller --micro-batch-size, a larger --context-parallel-size or recomputation does; "
+        "of both, more GPUs with more stages or a larger tensor size. A smaller --odyssey-memory-headroom-percent "
+        "lets plans use more. Of this a job would only warn, and start without regard to memory."
+        + "".join(f" Note: {one}." for one in scenario.notes)
     )
 
 

@@ -12,7 +12,7 @@ from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.names import size_text
 from odyssey_megatron.plan.costs import Costs
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.placing.slices import WHOLE, kept_shares
+from odyssey_megatron.plan.placing.slices import WHOLE, bytes_of, kept_shares
 
 
 def state_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
@@ -42,6 +42,16 @@ def _optimizer_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
                 )
             total[worker] += of_shares[shares]
     return total
+
+
+def _spare_bytes(layout: Layout, costs: Costs, worker: int) -> int:
+    """Return the bytes of optimizer state that ``worker`` has for a failure only."""
+    layers = costs.all_layers
+    return sum(
+        bytes_of(span, layers[layer].optimizer_bytes)
+        for layer, spans in layout.spare_states(worker).items()
+        for span in spans
+    )
 
 
 def _message_bytes(layout: Layout, costs: Costs) -> dict[int, int]:
@@ -140,11 +150,14 @@ def activation_caps(
     for worker, least in floor.items():
         if state[worker] + least > budget[worker]:
             share = shares.get(worker, WHOLE_CELL).ranks
-            needs = [size_text(round(size / share)) for size in (state[worker] + least, state[worker], least)]
+            spare = shares.get(worker, WHOLE_CELL).scaled(*[_spare_bytes(layout, costs, worker)] * 2)
+            sizes = (state[worker] + least, state[worker], least, spare)
+            needs = [size_text(round(size / share)) for size in sizes]
             ranks = f", which counts as {share:.0%} of a cell," if share != 1.0 else ""
+            of_it = f", {needs[3]} of it copies of optimizer state that only a failure needs" if spare else ""
             raise PlanInfeasible(
-                f"worker {worker}{ranks} needs {needs[0]} ({needs[1]} of state, {needs[2]} of activations at the "
-                f"least), and {size_text(budget_bytes)} may be used"
+                f"worker {worker}{ranks} needs {needs[0]} ({needs[1]} of state{of_it}, {needs[2]} of activations at "
+                f"the least), and {size_text(budget_bytes)} may be used"
             )
     taken = {worker: int(taken_bytes * shares.get(worker, WHOLE_CELL).ranks) for worker in floor}
     return {

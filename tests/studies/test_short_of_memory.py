@@ -1,0 +1,46 @@
+import re
+
+import pytest
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.studies.whatif import main_plan
+
+OWN = (
+    "--num-layers 10 --hidden-size 4096 --num-attention-heads 32 --vocab-size 32000 --seq-length 2048 --bf16 --swiglu "
+    "--untie-embeddings-and-output-weights --global-batch-size 16 --pipeline-model-parallel-size 2 --cluster 1x8 "
+    "--gpu-memory-gib 4"
+)
+
+
+def refused(flags):
+    with pytest.raises(ConfigError) as caught:
+        main_plan(flags.split())
+    return str(caught.value)
+
+
+def test_what_makes_room_is_said():
+    said = refused(OWN)
+    assert "a smaller --micro-batch-size, a larger --context-parallel-size or recomputation does" in said
+    assert "A smaller --odyssey-memory-headroom-percent lets plans use more." in said
+    assert "Of this a job would only warn, and start without regard to memory." in said
+
+
+def test_second_copies_of_optimizer_state_are_said():
+    """Each of four holders keeps two of the four slices of a layer, of which another one sends one."""
+    whole, sliced = (refused(f"{OWN}{more}") for more in ("", " --use-distributed-optimizer"))
+    assert "only a failure needs" not in whole
+    state, spare = re.search(
+        r"\(([\d.]+) GiB of state, ([\d.]+) GiB of it copies of optimizer state that only a failure", sliced
+    ).groups()
+    (all_of_it,) = re.search(r"\(([\d.]+) GiB of state", whole).groups()
+    # Without slices a holder keeps all four, and so two more.
+    assert float(all_of_it) - float(state) == pytest.approx(2 * float(spare), abs=0.2)
+
+
+def test_what_the_costs_rest_on_is_said_with_the_error():
+    said = refused(f"{OWN} --fp8-format hybrid")
+    assert (
+        "Note: --fp8-format is not counted: layers take the time and the memory that they take in bf16."
+        in said
+    )
+    assert "Note: costs are estimated from FLOPs" in said
