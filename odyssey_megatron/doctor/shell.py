@@ -199,7 +199,7 @@ class Script:
         assert this.asked is not None
         if this.subject is None:
             if word == "then":
-                this.enter(self._all_hold(this.asked))
+                this.enter(self._condition(this.asked))
             elif word not in "\n;":
                 this.asked.append(word)
         elif not this.subject:
@@ -216,19 +216,22 @@ class Script:
         elif not set(word) <= set(_PUNCTUATION):
             this.asked.append(word)
 
-    def _all_hold(self, words: Sequence[str]) -> bool | None:
-        """Return whether the conditions between ``&&`` hold; None: that is not known."""
-        if "||" in words:
-            return None
+    def _condition(self, words: Sequence[str]) -> bool | None:
+        """Return whether all conditions between ``&&``, or any between ``||``, hold; None: that is not known."""
+        if {"&&", "||"} <= {*words}:
+            return None  # which of them counts first differs within [[ ]] and outside
+        decides = "||" in words
         one, found = list[str](), list[bool | None]()
         for word in [*words, "&&"]:
-            if word == "&&":
-                is_within = one[:1] == ["[["] and one[-1] != "]]"
+            if word in ("&&", "||"):
+                is_within = "[[" in one and one[-1] != "]]"
+                if is_within and one[0] != "[[":
+                    return None  # all that is in it is negated
                 found.append(self._holds([*one, "]]"] if is_within else one))
                 one = ["[["] if is_within else []
             else:
                 one.append(word)
-        return False if False in found else None if None in found else True
+        return decides if decides in found else None if None in found else not decides
 
     def _holds(self, command: Sequence[str]) -> bool | None:
         """Return whether a test succeeds; None: that is not known, or it is no test."""
@@ -293,10 +296,11 @@ class Script:
             self.others.pop(name, None)
         elif before is not None:
             old, new = (" ".join(one).strip() for one in (before, value))
-            if not new or ("$" in new and "$" not in old):
-                return  # nothing, or what is not known, says less than what there is
+            is_more = not old or new.startswith(f"{old} ") or new.endswith(f" {old}")
+            has_flags = is_more and "--" in new.replace(old, "", 1)
+            if not new or ("$" in new and "$" not in old and not has_flags):
+                return  # nothing, or a value that is not known, says less than what there is
             uses |= self._from.get(name, set())
-            is_more = new.startswith(f"{old} ") or new.endswith(f" {old}")
             if old and old != new and not is_more and old not in self.others.get(name, []):
                 self.others.setdefault(name, []).append(old)
         self.variables[name], self._from[name] = value, uses

@@ -81,6 +81,16 @@ def test_a_script_with_a_command_in_a_string():
             "--x 2 --y",
         ),
         ("V=2\nif (( V > 3 )); then V=3; fi\npython a.py --x $V", "--x 2"),
+        (
+            "T=M\nif [[ $T == M ]] || [[ $Q == M ]]; then O=(--y $PWD/a); else O=(--z); fi\npython a.py --x 1 ${O[@]}",
+            "--x 1 --y $PWD/a",
+        ),
+        ("T=M\nif [[ $T = L || -z $T ]]; then O=--y; fi\npython a.py --x 1 $O", "--x 1"),
+        ("T=M\nO=--z\nif ! [[ -z $T || $T = L ]]; then O=--y; fi\npython a.py --x 1 $O", "--x 1 --y"),
+        (
+            "T=M\nO=--z\nif [[ $T = M || $Q = L && $T = L ]]; then O=--y; fi\npython a.py --x 1 $O",
+            "--x 1 --y",
+        ),
         ("if false; then\npython a.py --x 1 --y 1\nfi\npython b.py --z 1", "--z 1"),
         ("S=7b\ncase $S in\n1b) N=1 ;;\n7b|8b)\nN=7\n;;\n*) N=9 ;;\nesac\npython a.py --x $N", "--x 7"),
         ('T=4\n[ -z "$T" ] && T=1\n[ $T = 4 ] || T=5\npython a.py --x $T', "--x 4"),
@@ -93,6 +103,15 @@ def test_a_script_with_a_command_in_a_string():
         (
             'if [ $A = full ]; then O="--y"; elif [ $A = none ]; then O=" "; fi\npython a.py --x 1 $O',
             "--x 1 --y",
+        ),
+        # A list of flags is not nothing, though the value of one of them is not known.
+        (
+            "O=()\nif [ -f a ]; then O+=(--y 2 --w $PWD/a); fi\npython a.py --x 1 ${O[@]}",
+            "--x 1 --y 2 --w $PWD/a",
+        ),
+        (
+            "O=(--y 2)\nif [ -f a ]; then O+=(--w $PWD); fi\npython a.py --x 1 ${O[@]}",
+            "--x 1 --y 2 --w $PWD",
         ),
         (": ${N:=4}\npython a.py --x $N", "--x 4"),
         ("python a.py --x ${N:-${M:-3}}", "--x 3"),
