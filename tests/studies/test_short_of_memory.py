@@ -20,7 +20,12 @@ def refused(flags):
 
 def test_what_makes_room_is_said():
     said = refused(OWN)
-    assert "a smaller --micro-batch-size, a larger --context-parallel-size or recomputation does" in said
+    assert (
+        "a smaller --micro-batch-size or a larger --context-parallel-size does, and recomputation does not"
+        in said
+    )
+    again = refused(f"{OWN} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    assert again == said, "as much at the least"
     assert "A smaller --odyssey-memory-headroom-percent lets plans use more." in said
     assert "Of this a job would only warn, and start without regard to memory." in said
 
