@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -21,12 +20,12 @@ from odyssey_megatron.policy.costs.block_configs import (
     unlike_layers,
 )
 from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, Precision, Recomputed
+from odyssey_megatron.studies.expert_layers import MOST_LAYERS, layers_with_experts
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals, smaller
 from odyssey_megatron.upstream.chunks import chunks_of
 
 _SIZE = Between(1, 10**9, whole=True)
-_MOST_LAYERS = 1000
 _WORDS = 128_256
 """Size of a vocabulary that is not known: Llama 3's."""
 _PRESUMED = "how many words the tokenizer has is not known, so that {:,} are presumed: --vocab-size says it"
@@ -39,6 +38,13 @@ _SIZES_OF_CELLS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+
+
+BESIDE_MODEL = frozenset(
+    "attention_dropout hidden_dropout moe_token_dispatcher_type global_batch_size seq_length max_position_embeddings "
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules".split()
+)
+"""Flags of Megatron's that say how a named model is trained, and not what it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +116,8 @@ def read(
     elsewhere = " ".join(unread(flags))
     line = _Line(vars(args), elsewhere)
     stages, layers = line.size("pipeline_model_parallel_size", 1), _num_layers(line)
-    if layers > _MOST_LAYERS:
-        raise ConfigError(f"--num-layers {layers:,}: at most {_MOST_LAYERS:,} are planned for.")
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"--num-layers {layers:,}: at most {MOST_LAYERS:,} are planned for.")
     micro_batch_size = line.size("micro_batch_size", 1)
     config, unknown = settings(flags, environ)
     return LaunchLine(
@@ -154,6 +160,32 @@ def read_script(named: str, more: Sequence[str], usual: str) -> LaunchLine:
         f"on how many GPUs {named} starts its job is not known without running it: {usual}; --cluster says it"
     )
     return replace(line, notes=(*line.notes, note))
+
+
+def of_named(
+    name: str, model: Model | None, stages: int, config: OdysseyConfig, given: Mapping[str, Any]
+) -> LaunchLine:
+    """Return the launch line of a named model, with those of :data:`BESIDE_MODEL` that are given. Raises ConfigError.
+
+    Args:
+        model: None if a profile gives the costs.
+        given: destination -> value of the flags.
+    """
+    line = _Line(given, "")
+    if model is not None:
+        model = replace(
+            model,
+            seq_length=line.size("seq_length", model.seq_length),
+            recomputed=_recomputed(line, model.num_layers / stages),
+        )
+    return LaunchLine(
+        model=model,
+        name=name,
+        pipeline_model_parallel_size=stages,
+        global_batch_size=line.maybe("global_batch_size"),
+        config=config,
+        given=given,
+    )
 
 
 class _Line:
@@ -396,7 +428,7 @@ def _experts(line: _Line, layers: int, ffn: int) -> Experts | None:
     if count is None:
         return None
     return Experts(
-        layers=frozenset(_with_experts(_frequency(line), layers)),
+        layers=frozenset(layers_with_experts(_frequency(line), layers)),
         count=count,
         topk=line.size("moe_router_topk", 2),
         ffn_hidden_size=line.size("moe_ffn_hidden_size", ffn),
@@ -411,49 +443,6 @@ def _frequency(line: _Line) -> str:
     if kinds := _kinds(line):
         return str([int(kind == "E") for kind in kinds])
     return line.text("moe_layer_freq") or "1"
-
-
-def _with_experts(text: str, layers: int) -> list[int]:
-    """Return the layers with experts, counted from 1.
-
-    ``text`` is the interval between them, or a list of 0 and 1 as in ``([0]*3+[1]*58)``. Raises ConfigError.
-    """
-    try:
-        found = _pattern(ast.parse(text, mode="eval").body)
-        pattern = [at % found == 0 for at in range(layers)] if isinstance(found, int) else found
-    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
-        raise ConfigError(
-            f"--moe-layer-freq {text[:40]}: a number, or a list like ([0]*3+[1]*58), is expected."
-        ) from None
-    if len(pattern) != layers:
-        raise ConfigError(
-            f"--moe-layer-freq {text[:40]} has {len(pattern)} layers, and --num-layers is {layers}."
-        )
-    return [layer for layer, has_them in enumerate(pattern, start=1) if has_them]
-
-
-def _pattern(node: ast.expr) -> int | list[int]:
-    """Return the value of numbers, lists of numbers, and sums and multiples of these.
-
-    Nothing else is evaluated. Raises ValueError.
-    """
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.List(elts=found):
-            return [one for one in map(_pattern, found) if isinstance(one, int)]
-        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as op, right=right):
-            first, second = _pattern(left), _pattern(right)
-            if isinstance(op, ast.Add) and isinstance(first, list) and isinstance(second, list):
-                joined = first + second
-            elif isinstance(op, ast.Mult) and isinstance(first, list) and isinstance(second, int):
-                joined = first * min(second, _MOST_LAYERS)
-            else:
-                raise ValueError
-            if len(joined) > _MOST_LAYERS:
-                raise ValueError
-            return joined
-    raise ValueError
 
 
 def _stage_layers(line: _Line, layers: int, stages: int) -> tuple[int, ...]:

@@ -32,10 +32,9 @@ _MICROBATCHES = Between(1, MAX_VISITS, whole=True)
 _MEMORY_GIB = Between(0.001, 1e6)
 _MODEL = "llama2-7b"
 _CLUSTER = "4x8"
+_STAGES = 4
 _OF_NAMED = {"attention_dropout": 0, "hidden_dropout": 0}
 """What is known of a named model's flags: those that were published are trained without dropout."""
-_BESIDE_MODEL = frozenset({"attention_dropout", "hidden_dropout", "moe_token_dispatcher_type"})
-"""Flags of Megatron's that change no costs of a named model, but what may become of its cells."""
 _SIZES = ("pipeline", "tensor", "context", "expert")
 
 
@@ -94,7 +93,11 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         "are read, too (odyssey doctor --help). Flags of Megatron's given to this command count behind those of the "
         "script, or alone",
     )
-    parser.add_argument("--model", help=f"one of {', '.join(MODELS)} (default: {_MODEL})")
+    parser.add_argument(
+        "--model",
+        help=f"one of {', '.join(MODELS)} (default: {_MODEL}). Beside it --global-batch-size, --seq-length and those "
+        "of recomputation count as in a launch line",
+    )
     parser.add_argument(
         "--accelerator", default="h100", help=f"one of {', '.join(ACCELERATORS)} (default: h100)"
     )
@@ -120,8 +123,13 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         "sizes show what one takes whatever its size. Of these and --profile, the last run with as many experts in "
         "gangs as large says how unevenly they are loaded",
     )
+    _add_sizes(parser)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that a launch line has, too."""
     for name, metavar in zip(_SIZES, ("PP", "TP", "CP", "EP"), strict=True):
-        usual = "4" if name == "pipeline" else "1"
+        usual = _STAGES if name == "pipeline" else 1
         size = name if name == "context" else f"{name}-model"
         parser.add_argument(
             f"--{size}-parallel-size", type=_SIZE, metavar=metavar, help=f"default: the --job's, or {usual}"
@@ -263,13 +271,13 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
         raise ConfigError(f"{' '.join(strange)}: neither of this command's flags nor of Megatron-LM's.")
     of_megatron = [one for one in more if one.startswith("--") and not one.startswith("--odyssey-")]
     given = {name: getattr(args, name) for name in parser.flags}
-    beside = options.model and not options.job and _BESIDE_MODEL.issuperset(given)
+    beside = options.model and not options.job and launch_line.BESIDE_MODEL.issuperset(given)
     if options.job or (of_megatron and not beside):
         if options.model:
             also = "--job" if options.job else of_megatron[0]
             raise ConfigError(
                 f"--model {options.model} is instead of a launch line, and {also} is of one: leave one of them out. "
-                "Beside --model, --num-microbatches says the batch."
+                "Beside --model may stand --global-batch-size, --seq-length and the flags of recomputation."
             )
         more = [*more, *_said_again(options)]
         if not options.job:
@@ -282,13 +290,8 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
         )
     name = options.model or _MODEL
     model = None if options.profile and not options.model else named("model", name, MODELS)
-    return LaunchLine(
-        model=model,
-        name=name,
-        pipeline_model_parallel_size=4,
-        config=config_from_argv(more),
-        given=_OF_NAMED | given,
-    )
+    stages = options.pipeline_model_parallel_size or _STAGES
+    return launch_line.of_named(name, model, stages, config_from_argv(more), _OF_NAMED | given)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,42 @@
+import argparse
+
+import pytest
+
+from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.studies.scenario import add_scenario_arguments, scenario_from
+
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --swiglu --bf16 "
+    "--sequence-parallel --untie-embeddings-and-output-weights --padded-vocab-size 32000 --attention-dropout 0 "
+    "--hidden-dropout 0"
+)
+"""Llama-2 7B as a launch line."""
+
+
+def scenario(flags):
+    parser = argparse.ArgumentParser()
+    add_scenario_arguments(parser)
+    return scenario_from(*parser.parse_known_args(flags.split()))
+
+
+@pytest.mark.parametrize(
+    "recomputed",
+    [
+        "",
+        "--recompute-granularity selective --recompute-modules mlp",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    ],
+)
+def test_a_named_model_is_trained_as_the_flags_beside_it_say(recomputed):
+    """As the launch line of that model with these flags."""
+    flags = f"--cluster 1x8 --pipeline-model-parallel-size 2 --global-batch-size 64 --seq-length 2048 {recomputed}"
+    named, own = scenario(f"--model llama2-7b {flags}"), scenario(f"{LLAMA} {flags}")
+    assert named.job == own.job
+    assert named.job.tokens_per_step == 64 * 2048
+    assert named.profile == own.profile
+    assert named.profile.costs != scenario(f"--model llama2-7b {flags[: flags.index('--seq')]}").profile.costs
+
+
+def test_a_batch_that_cannot_be_divided_is_refused():
+    with pytest.raises(ConfigError, match="--global-batch-size 63 is not divisible by 4 pipelines"):
+        scenario("--model llama2-7b --cluster 1x8 --pipeline-model-parallel-size 2 --global-batch-size 63")
