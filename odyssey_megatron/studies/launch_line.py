@@ -266,6 +266,11 @@ def _notes(line: _Line, unknown: Sequence[str], refused: Sequence[str]) -> list[
         notes.append(
             "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"
         )
+    if line.text("recompute_method") == "block":
+        notes.append(
+            "--recompute-method block counts the layers of each model chunk, and here those of stages are counted: "
+            "virtual stages, and layouts with shorter ones, run more again and keep less than is planned"
+        )
     if line.has("pipeline_model_parallel_layout") and not _chunks(line):
         notes.append("--pipeline-model-parallel-layout is not known: stages are as even as can be")
     return notes

@@ -136,6 +136,14 @@ def test_a_precision_whose_speed_is_not_counted_is_said(flags, notes):
     assert len([one for one in line(flags).notes if "in bf16" in one]) == notes
 
 
+@pytest.mark.parametrize(("method", "notes"), [("uniform", 0), ("block", 1)])
+def test_layers_of_chunks_that_are_counted_in_stages_are_said(method, notes):
+    found = line(f"--recompute-granularity full --recompute-num-layers 1 --recompute-method {method}").notes
+    assert (
+        len([one for one in found if "layers of each model chunk, and here those of stages" in one]) == notes
+    )
+
+
 def test_what_is_missing_is_named():
     for missing in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size"):
         at = SIZES.index(missing)
