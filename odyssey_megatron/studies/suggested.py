@@ -122,6 +122,6 @@ def _price(plan: Plan, usual: Plan) -> str:
 def names_of(layers: Sequence[int], plan: Plan) -> str:
     """Return ascending ``layers`` in words."""
     total = plan.layout.num_layers
-    if len(layers) in (0, total):
-        return "all layers" if layers else "no layers"
-    return layer_names(list(layers), total)
+    if {*range(total)} <= {*layers}:  # a tied weight comes on top of these
+        return "all layers"
+    return layer_names(list(layers), total) if layers else "no layers"

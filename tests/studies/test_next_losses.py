@@ -37,3 +37,10 @@ def test_nothing_is_said_where_second_holders_stay(capsys, page):
     drawn = page.read_text()
     assert '<div class="good"><b>survived</b><span>the next loss</span>' in drawn
     assert "More than 100%: what follows a loss is planned anew." in drawn, "and gives up nothing"
+
+
+def test_all_layers_are_said_to_be_all_with_a_tied_weight(capsys):
+    small = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --vocab-size 32000 --seq-length 2048 --bf16"
+    flags = "--cluster 1x4 --global-batch-size 4 --pipeline-model-parallel-size 2 --width 0"
+    assert main_plan([*small.split(), *flags.split()]) == 0
+    assert "  all layers\n" in capsys.readouterr().out
