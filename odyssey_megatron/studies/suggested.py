@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import PlanInfeasible
+from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.placing.redundancy import with_keepers
 from odyssey_megatron.plan.placing.spread import on_one_node, spread
@@ -100,6 +100,8 @@ def _standby_after(
         )
     except PlanInfeasible as error:
         return "", f"{why}; {_STANDBY} would not fit: {error}"
+    except LayersLost as error:  # where the job begins with another layout for the flag
+        return "", f"{why}; with {_STANDBY} this loss would end the job: {error}"
     smaller = left_of(begun, answer.state, killed, decision.plan, usual)
     if smaller and smaller.plan and smaller.decision:
         decision = smaller.decision
