@@ -8,6 +8,7 @@ writes it, and presents the optimizers of the layers as the one optimizer that M
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -26,7 +27,7 @@ from odyssey_megatron.mcore.model import span
 from odyssey_megatron.mcore.model.experts import is_spread
 from odyssey_megatron.mcore.model.flat import Cut
 from odyssey_megatron.mcore.model.holdings import Holdings
-from odyssey_megatron.mcore.model.layers import LayerBlock
+from odyssey_megatron.mcore.model.layers import HeldLayer, LayerBlock
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.model.optimizer import LayerOptimizer, count_steps, pairs, settings_of, take_over
 from odyssey_megatron.upstream import compat
@@ -41,11 +42,7 @@ def prepare(holdings: Holdings, block: LayerBlock) -> None:
         offset = max(block.first - 1, 0)
         with span.building(offset, len(chunk.decoder.layers)), block.shown() as elsewhere:
             state = original(chunk, *args, **kwargs)
-        places = {
-            id(one): holdings.place.among(layer.index, spread=is_spread(one))
-            for layer in block.layers
-            for one in layer.parameters()
-        }
+        places = {id(one): place for layer in block.layers for one, place in _places(holdings, layer)}
         others = holdings.place.among(block.first)
         known = state.items() if block.borrowed is not None else ()
         shared = [name for name, shard in known if shard.data is block.borrowed]
@@ -63,6 +60,21 @@ def prepare(holdings: Holdings, block: LayerBlock) -> None:
         return state
 
     chunk.sharded_state_dict = sharded_state_dict
+
+
+def _places(holdings: Holdings, layer: HeldLayer) -> Iterator[tuple[torch.nn.Parameter, int]]:
+    """Yield each parameter of ``layer`` with this rank's place among its holders, the first of which writes it.
+
+    Holders take turns, as ``--ckpt-fully-parallel-save`` (the default) says. Of experts that are spread over ranks
+    different holders may have different numbers of parameters, so these turns go by the layer.
+    """
+    turns = itertools.count(layer.index)
+    for one in layer.parameters():
+        spread = is_spread(one)
+        yield (
+            one,
+            holdings.place.among(layer.index, spread=spread, turn=layer.index if spread else next(turns)),
+        )
 
 
 def _in_parts(shard: Any, each: int) -> Any:

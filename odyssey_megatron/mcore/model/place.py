@@ -18,12 +18,16 @@ class Place:
     worker: int
     cell: Cell
 
-    def among(self, layer: int, *, spread: bool = False) -> int:
+    def among(self, layer: int, *, spread: bool = False, turn: int = 0) -> int:
         """This rank's place among those that hold its part of ``layer``, where the one that speaks for the part has
         place 0; or of the layer's experts, if they are ``spread`` over ranks.
+
+        In each ``turn`` another holder speaks, if all of them have all of the state.
         """
         holders, speaker = self.layout.all_holders[layer], self.layout.speaker(layer)
         order = [speaker, *(worker for worker in holders if worker != speaker)]
+        turn = 0 if self.layout.keepers else turn % len(order)
+        order = order[turn:] + order[:turn]
         cell = self.cell
         if spread and cell.runs:
             return order.index(self.worker)  # one rank of each gang has a run
