@@ -235,6 +235,8 @@ class PolicyPlanner:
             home=None if anew else self._home,
             horizon_s=lasts_s,
             rebalances=True,
+            # What the job began with survives as many losses as its launch line, and so is what it moves to.
+            least_holders=self._survives(current) if anew and self._config.layout == "auto" else 0,
         )
         chosen = next(row for row in decided.rows if row.chosen)
         kept = next((row for row in decided.rows if row.name == "keep"), None)
@@ -244,6 +246,10 @@ class PolicyPlanner:
         if kept_s is None or kept.score is None:  # None or a bound: it was not scheduled
             kept_s = self.step_s(state, current)
         return Rebalanced(decided=decided, gain=kept_s / chosen.step_s - 1)
+
+    def _survives(self, plan: Plan) -> int:
+        """Return the number of holders of each layer that ``plan`` has at least, of those that a start asks for."""
+        return min(max(2, self._job.optimizer_copies), *map(len, plan.layout.holders))
 
     def step_s(self, state: ClusterState, plan: Plan) -> float:
         return scheduled("keep", plan.layout, (), state, self.known.newest(), job=self._job).step_s
@@ -390,10 +396,11 @@ class PolicyPlanner:
         thorough: bool = False,
         rebalances: bool = False,
         horizon_s: float = math.inf,
+        least_holders: int = 0,
     ) -> Decided:
         horizon_s = min(horizon_s, self._config.horizon_s)
         decision = decide(
-            job=self._job,
+            job=replace(self._job, least_holders=max(least_holders, self._job.least_holders)),
             state=state,
             previous=previous,
             profile=self._priced(self._with_shortages(profile), state, previous.step_s, now_s),

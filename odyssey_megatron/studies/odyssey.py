@@ -47,6 +47,12 @@ class Planned(NamedTuple):
     """With messages that are kept, or without (``policy/messages.py``)."""
 
 
+_MOST_PREPARED = 1024
+"""The largest number of workers for which is searched as thoroughly as a job does beside its steps. It takes half a
+second, and half a minute for four times as many.
+"""
+
+
 class Odyssey(System):
     """This planner, by a job's settings. It is told the true mean time between failures, and plans for four of them.
 
@@ -97,7 +103,8 @@ class Odyssey(System):
             return self._restart(world, now, self.now)
         job, previous = self.now.job, replace(self.now.plan, layout=running.layout)
         state, config = without(cluster(world, now), self.left_behind), self._told(world)
-        prepare_for(len(state.alive), job, self.now.profile)
+        if len(state.alive) <= _MOST_PREPARED:
+            prepare_for(len(state.alive), job, self.now.profile)
 
         def decided(profile: Profile) -> Decided:
             found = decide(
