@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from odyssey_megatron.codec import from_jsonable
 from odyssey_megatron.metrics.records import SCHEMA_VERSION
-from odyssey_megatron.metrics.recoveries import named, ranks_of
+from odyssey_megatron.metrics.recoveries import named, on_one_clock, ranks_of
 from odyssey_megatron.metrics.timeline import JournalEvent
 from odyssey_megatron.plan.layout import Layout
 
@@ -148,17 +149,23 @@ def nodes_of(events: Sequence[JournalEvent]) -> dict[int, str]:
 
 def _dead(events: Sequence[JournalEvent]) -> tuple[set[int], set[int]]:
     """Return the ranks that are dead, and those that are back but in no plan yet."""
-    dead, joining = set[int](), set[int]()
+    died_s, joining = dict[int, float](), set[int]()
     for event in events:
         if event["event"] == "failure_detected":
-            dead |= set(ranks_of(event["dead"]))
-            joining -= dead
+            died_s |= {rank: event.get("at_s", math.nan) for rank in ranks_of(event["dead"])}
+            joining -= died_s.keys()
         elif event["event"] == "rank_joined":
-            dead.discard(event["target"])
+            died_s.pop(event["target"], None)
             joining.add(event["target"])
         elif event["event"] == "switched":
             joining.discard(event["rank"])
-    return dead, joining
+    newest = max(named(events, "generation_started"), key=lambda one: int(one["generation"]), default={})
+    if newest.get("agreed_s") is None:
+        return set(died_s), joining
+    # Whoever has agreed on a generation lived then, though the journals of earlier versions may tell of a rank's death
+    # behind its return.
+    agreed_s, members = on_one_clock(newest, newest["agreed_s"]), set(newest["members"])
+    return {rank for rank, at_s in died_s.items() if rank not in members or not at_s < agreed_s}, joining
 
 
 def _slowness(events: Sequence[JournalEvent]) -> dict[int, float]:

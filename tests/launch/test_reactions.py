@@ -157,6 +157,26 @@ def test_nothing_is_decided_where_nobody_trains_who_has_died():
     assert not [one for one in actions if isinstance(one, Recover)]
 
 
+def test_a_death_is_reported_before_the_return_that_is_heard_of_with_it():
+    """What is journalled last of a rank tells whether it lives: views would show a living one as dead for good."""
+    job = all_live(begun()[0], 1)
+    old = RankDied(rank=3, code=-9, cause="killed")
+    came = RankJoined(rank=3, node=1, incarnation=1)
+    again = RankDied(rank=3, code=-9, cause="killed", incarnation=1)
+    later = RankJoined(rank=3, node=1, incarnation=2)
+    other = RankDied(rank=5, code=-9, cause="killed")
+    told = {
+        (old, came): "DA",
+        (old, came, other): "DA",
+        (old, came, again): "AD",
+        (old, came, again, later): "DAA",
+    }
+    for events, wanted in told.items():
+        _, actions = react(job, events, now_s=1.0)
+        assert isinstance(actions[-1], Recover)
+        assert "".join("A" if isinstance(one, Answer) else "D" for one in actions[:-1]) == wanted, events
+
+
 def events_of(numbers: st.SearchStrategy[int]) -> st.SearchStrategy:
     rank = st.integers(0, len(NODES) - 1)
     return st.one_of(

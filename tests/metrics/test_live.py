@@ -371,6 +371,24 @@ def test_a_cell_that_has_lost_ranks_trains_with_fewer():
     assert now.survives == 0
 
 
+def test_who_has_agreed_on_a_generation_since_it_died_lives():
+    """Journals of earlier versions may tell of a rank's death behind its return."""
+    layout = to_jsonable(layout_from_routes(4, (pipeline_route((0, 1), (2, 4), (0,)),)))
+    common = {"event": "decision", "layout": layout, "cell_size": 1}
+    began = {"event": "generation_started", "members": [0, 1], "t_s": 9.0}
+    events = [
+        common | {"generation": 1},
+        began | {"generation": 1, "at_s": 109.0, "agreed_s": 8.0},
+        {"event": "rank_joined", "target": 1},
+        {"event": "failure_detected", "dead": [1], "at_s": 120.0},
+        common | {"generation": 2},
+    ]
+    assert standing(events, 2).dead == {1}
+    for agreed_s, dead in ((25.0, set()), (19.0, {1})):
+        later = began | {"generation": 2, "at_s": 126.0, "t_s": 26.0, "agreed_s": agreed_s}
+        assert standing([*events, later], 2).dead == dead
+
+
 @pytest.mark.parametrize(("version", "shape"), [(2, [1, 4]), (3, [1, 1])])
 def test_a_smaller_cell_of_an_earlier_journal_is_as_large_as_it_was(version, shape):
     """It had the number of places that each rank fills, where there is a number of ranks now."""

@@ -167,7 +167,7 @@ def react(
     finished = job.cluster.finished
     missed = lost - finished
     if lost:
-        actions.append(deaths(job, lost, events))
+        actions = _before_returns(job, deaths(job, lost, events), actions)
     if missed and (end := _hopeless(job, missed, refused)):
         return job, [*actions, end]
     if finished:
@@ -184,6 +184,17 @@ def react(
         full = tuple(one for one in full if one[1] in still)
         actions.append(Recover(dead=tuple(sorted(lost)), why=wanted or "failure", full=full))
     return job, actions
+
+
+def _before_returns(job: JobState, report: Report, actions: Sequence[Action]) -> list[Action]:
+    """Return ``actions`` with the ``report`` of deaths before the answers to processes that are still there.
+
+    A rank's death and its new process may be heard of in one incident. What is journalled last of a rank tells whether
+    it lives.
+    """
+    here = {*job.cluster.ranks, *job.cluster.joining, *job.cluster.returned}
+    back = [one for one in actions if isinstance(one, Answer) and one.joined.rank in here]
+    return [*(one for one in actions if one not in back), report, *back]
 
 
 def _full(job: JobState, events: Sequence[Event]) -> tuple[tuple[Plan, int], ...]:
