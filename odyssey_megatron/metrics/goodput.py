@@ -165,6 +165,10 @@ class _Ledger:
         self.lost_s: dict[tuple[str, str], float] = {}
         self._step, self._at_s = commits.step[is_timed], commits.at_s[is_timed]
         self._stalls = stalls(recovered, switched)
+        self._redo_s: dict[int, float] = {}
+        """The longest redo of each step."""
+        for one in recovered:
+            self._redo_s[one.step] = max(self._redo_s.get(one.step, 0.0), one.redo_s or 0.0)
         self._saves: dict[int, float] = {}
         for event in named(events, "saved"):
             self._saves[event["step"]] = self._saves.get(event["step"], 0.0) + event["save_s"]
@@ -189,11 +193,15 @@ class _Ledger:
         self.ideal_s = whole_s or _median(interval_s[has_time]) or 0.0
         self._usual_s = np.array(
             [
-                _median(interval_s[is_clean & (which == number)]) or math.inf if missing[number] > 0 else 0.0
+                _median(interval_s[is_clean & (which == number)]) or self._expected_s(int(missing[number]))
                 for number in range(len(generations))
             ]
         )[which]
-        """For each step, the median of its generation's in which nothing is known to have gone wrong."""
+        """For each step, the median of its generation's in which nothing is known to have gone wrong; if there is none,
+        what a step takes where those who are left share the work out evenly."""
+
+    def _expected_s(self, missing: int) -> float:
+        return self.ideal_s * self._whole / max(1, self._whole - missing)
 
     def lose(self, bucket: str, cause: str, seconds: float) -> None:
         if seconds > 0:
@@ -218,19 +226,20 @@ class _Ledger:
 
     def _book_known(self, step: int, lost_s: float) -> float:
         """Book what one step's stalls and checkpoints cost; return the seconds of ``lost_s`` that are left."""
-        failed = ""
+        failed, most_s = "", 0.0
         for bucket, cause, stall_s in self._stalls.get(step, ()):
             part_s = min(lost_s, stall_s)
             self.lose(bucket, cause, part_s)
             lost_s -= part_s
-            failed = cause if bucket == RECOVERING else failed
+            if bucket == RECOVERING and cause != JOINED:
+                failed, most_s = cause, most_s + self._redo_s.get(step, 0.0)
         saved_s = min(lost_s, self._saves.get(step, 0.0))
         self.lose(SAVING, "checkpoint", saved_s)
         lost_s -= saved_s
-        if failed and failed != JOINED:
-            self.lose(DONE_AGAIN, failed, lost_s)
-            return 0.0
-        return lost_s
+        # A failure destroys no more than is done again. The rest is what it is in other steps, evaluation for example.
+        again_s = min(lost_s, most_s)
+        self.lose(DONE_AGAIN, failed, again_s)
+        return lost_s - again_s
 
 
 def _median(values: Times) -> float | None:

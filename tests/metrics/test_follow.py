@@ -66,6 +66,8 @@ class LongRun:
             for step in range(first, generation * EACH):
                 self.now_s += 1.0 + 0.1 * math.sin(step) + (step % 97 == 0)
                 self.commit(f"rank{SPEAKER[generation]}", generation, step)
+                if generation > 1 and step == first:
+                    self.line(f"rank{SPEAKER[generation]}", "redone", generation, step, redo_s=1.0)
                 if step % 100 == 0:
                     self.line("rank0", "saved", generation, step, save_s=0.3)
                     self.commit("rank0", generation, step, step_s=-1.0)

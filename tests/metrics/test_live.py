@@ -19,7 +19,7 @@ from odyssey_megatron.metrics.timeline import last_job
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.watch.screen import frame
 
-from .synthetic_run import SAVE_S, SLOW, SLOWER_S, STEP_S, STEPS
+from .synthetic_run import SAVE_S, SECOND, SLOW, SLOWER_S, STEP_S, STEPS
 
 
 def events_of(folder) -> list:
@@ -63,6 +63,25 @@ def test_what_was_lost_has_its_cause_and_its_tokens(shot):
     (slow,) = (one for one in shot.goodput.lost if one.bucket == goodput.SLOW)
     assert slow.cause == "rank(s) 6 slow"
     assert slow.tokens == pytest.approx(len(SLOW) * SLOWER_S / STEP_S * 768, rel=0.02)
+
+
+def test_evaluation_before_a_step_that_fails_is_no_work_that_is_done_again(runs):
+    """At most as much as a redo takes is: of the second step that fails more time is left over, as of any other."""
+    events, evaluation_s = events_of(runs["shot_at"]), 20.0
+    begins = next(
+        n for n, one in enumerate(events) if one["event"] == "step_committed" and one["step"] == SECOND - 1
+    )
+    later = [one | {"at_s": one["at_s"] + evaluation_s} for one in events[begins + 2 :]]
+    lost = goodput.by_bucket(live("evaluates", [*events[: begins + 2], *later]).goodput.lost)
+    assert lost[goodput.DONE_AGAIN] == pytest.approx((5 + 12) / 12 * STEP_S, rel=0.05)
+    assert lost[goodput.OTHER] == pytest.approx(evaluation_s, rel=0.05)
+    alone = [one for one in later if one["event"] != "step_committed" or one["step"] == SECOND]
+    (few,) = (
+        one
+        for one in live("one step", [*events[: begins + 2], *alone]).goodput.lost
+        if one.cause == "3 of 8 ranks missing"
+    )
+    assert few.seconds < STEP_S, "of a generation that has no other step nothing more is known"
 
 
 def test_a_job_that_loses_nothing_is_all_good(runs):
