@@ -169,9 +169,7 @@ class _Ledger:
         """The longest redo of each step."""
         for one in recovered:
             self._redo_s[one.step] = max(self._redo_s.get(one.step, 0.0), one.redo_s or 0.0)
-        self._saves: dict[int, float] = {}
-        for event in named(events, "saved"):
-            self._saves[event["step"]] = self._saves.get(event["step"], 0.0) + event["save_s"]
+        self._saves = saves(events)
         self._has_known = np.isin(self._step, [*self._stalls, *self._saves])
         """Which steps have causes that are known by their number."""
         members = {
@@ -190,7 +188,10 @@ class _Ledger:
         is_clean = has_time & ~self._has_known
         is_clean &= self._slow.between(self._at_s - interval_s, self._at_s) == 0
         whole_s = _median(interval_s[is_clean & (self._missing == 0)])
-        self.ideal_s = whole_s or _median(interval_s[has_time]) or 0.0
+        for row in np.flatnonzero(self._has_known):
+            interval_s[row] -= self._saves.get(int(self._step[row]), 0.0)
+        # A job may save in each step.
+        self.ideal_s = whole_s or _median(interval_s[has_time & (interval_s > 0)]) or 0.0
         self._usual_s = np.array(
             [
                 _median(interval_s[is_clean & (which == number)]) or self._expected_s(int(missing[number]))
@@ -244,6 +245,14 @@ class _Ledger:
 
 def _median(values: Times) -> float | None:
     return float(np.median(values)) if len(values) else None
+
+
+def saves(events: Iterable[JournalEvent]) -> dict[int, float]:
+    """Return step -> the seconds that it waited for checkpoints, of steps that did."""
+    found: dict[int, float] = {}
+    for event in named(events, "saved"):
+        found[event["step"]] = found.get(event["step"], 0.0) + event["save_s"]
+    return found
 
 
 def stalls(

@@ -6,12 +6,12 @@ The terminal (``watch/screen.py``), the page (``metrics/map.py``, ``watch/page.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from odyssey_megatron.metrics.commits import NO_COMMITS, Commits
-from odyssey_megatron.metrics.goodput import Goodput, goodput
+from odyssey_megatron.metrics.goodput import Goodput, goodput, saves
 from odyssey_megatron.metrics.recoveries import DecisionRecord, RecoveryRecord, decisions, named, recoveries
 from odyssey_megatron.metrics.standing import JobStanding, standing
 from odyssey_megatron.metrics.steps import CommittedStep, committed_steps
@@ -90,7 +90,7 @@ class Live:
     committed: int = 0
     """Number of steps committed in all."""
     step_s: float | None = None
-    """Median time of the newest steps."""
+    """Median time of the newest steps, without what they waited for checkpoints."""
     policy: str = ""
     """That of the plan in force; "" if it is not known."""
     planned_step_s: float | None = None
@@ -138,8 +138,7 @@ def live(name: str, events: Sequence[JournalEvent], older: Commits = NO_COMMITS)
     started = named(events, "job_started")
     world_size = max((event["world_size"] for event in started), default=0)
     now = standing(events, world_size)
-    times_s = sorted(row.interval_s for row in steps[-_RECENT:] if row.interval_s)
-    step_s = times_s[len(times_s) // 2] if times_s else None
+    step_s = _step_s(steps[-_RECENT:], saves(events))
     tokens = commits.tokens[-_RECENT:].tolist()
     return Live(
         name=name,
@@ -164,6 +163,11 @@ def live(name: str, events: Sequence[JournalEvent], older: Commits = NO_COMMITS)
         costs=_costs(events, now.num_layers),
         suspects=suspects(events),
     )
+
+
+def _step_s(steps: Sequence[CommittedStep], saves_s: Mapping[int, float]) -> float | None:
+    times_s = sorted(row.interval_s - saves_s.get(row.step, 0.0) for row in steps if row.interval_s)
+    return max(0.0, times_s[len(times_s) // 2]) if times_s else None
 
 
 def _stalls(recovered: Sequence[RecoveryRecord], switched: Sequence[Switch]) -> tuple[Stall, ...]:

@@ -58,12 +58,14 @@ def _training(state: Live) -> Iterator[Any]:
     for name, value in (last.losses if last else {}).items():
         loss.add_metric([name], value)
     yield loss
-    yield from _gauge("step_seconds", "Median of the last 20 steps, from commit to commit", state.step_s)
+    yield from _gauge(
+        "step_seconds", "Median of the last 20 steps, from commit to commit, without saves", state.step_s
+    )
     yield from _gauge(
         "ideal_step_seconds", "Median of undisturbed steps with all ranks", state.goodput.ideal_step_s
     )
     yield from _gauge("planned_step_seconds", "As the plan in force was weighed", state.planned_step_s)
-    yield from _gauge("tokens_per_second", "Over the last 20 steps", state.tokens_per_s)
+    yield from _gauge("tokens_per_second", "Over the last 20 steps, without saves", state.tokens_per_s)
 
 
 def _goodput(state: Live) -> Iterator[Any]:

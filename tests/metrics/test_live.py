@@ -19,7 +19,7 @@ from odyssey_megatron.metrics.timeline import last_job
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.watch.screen import frame
 
-from .synthetic_run import SAVE_S, SECOND, SLOW, SLOWER_S, STEP_S, STEPS
+from .synthetic_run import RANKS, SAVE_S, SECOND, SLOW, SLOWER_S, STEP_S, STEPS
 
 
 def events_of(folder) -> list:
@@ -90,6 +90,27 @@ def test_a_job_that_loses_nothing_is_all_good(runs):
     assert lost.pop(goodput.SAVING) == pytest.approx(SAVE_S, rel=0.02)
     assert sum(lost.values()) < 0.02, "but for the launch"
     assert (state.suspects, state.findings, state.stalls) == ((), (), ())
+
+
+def test_a_job_that_saves_in_each_step_loses_the_saves(runs):
+    """The time of a step, and of an ideal one, is without what they waited for checkpoints."""
+    saved, later_s = [], 0.0
+    for one in events_of(runs["undisturbed"]):
+        if one["event"] == "saved":
+            continue
+        saved.append(one | {"at_s": one["at_s"] + later_s})
+        if one["event"] == "step_committed" and one["rank"] == RANKS - 1:
+            later_s += SAVE_S
+            saved.append(
+                {"event": "saved", "at_s": one["at_s"] + later_s, "step": one["step"] + 1, "save_s": SAVE_S}
+            )
+    state = live("saves", saved)
+    lost = goodput.by_bucket(state.goodput.lost)
+    assert state.step_s == pytest.approx(STEP_S, rel=0.01)
+    assert state.goodput.ideal_step_s == pytest.approx(STEP_S, rel=0.01)
+    assert lost[goodput.SAVING] == pytest.approx((STEPS - 1) * SAVE_S, rel=0.01), (
+        "the last one is after all steps"
+    )
 
 
 def test_each_worker_has_its_place(shot):
