@@ -105,6 +105,10 @@ class Live:
     given_up: tuple[GivenUp, ...] = ()
     costs: tuple[Cost, ...] = ()
     suspects: tuple[Suspect, ...] = ()
+    saves_failed: int = 0
+    """Number of checkpoints that could not be saved."""
+    not_saved: str = ""
+    """Which checkpoint could not be saved and why, until a later one could."""
 
     @property
     def is_over(self) -> bool:
@@ -162,6 +166,8 @@ def live(name: str, events: Sequence[JournalEvent], older: Commits = NO_COMMITS)
         given_up=_given_up(events),
         costs=_costs(events, now.num_layers),
         suspects=suspects(events),
+        saves_failed=len(named(events, "not_saved")),
+        not_saved=_not_saved(events),
     )
 
 
@@ -216,6 +222,19 @@ def _findings(events: Sequence[JournalEvent]) -> tuple[Finding, ...]:
             factor = 1 / max(event["speed"], 1e-9)
             found[key] = Finding(kind=event["kind"], ranks=ranks, factor=factor, why=event.get("why", ""))
     return tuple(found.values())
+
+
+def _not_saved(events: Sequence[JournalEvent]) -> str:
+    failed, later, is_over = dict[str, Any](), 0, False
+    for event in events:
+        if event["event"] == "not_saved":
+            failed, later = event, 0
+        later += event["event"] == "saved"
+        is_over |= event["event"] == "job_finished"
+    # "saved" comes before "not_saved"; of a save in the background also as it begins, when it may still fail.
+    if not failed or later > (not is_over):
+        return ""
+    return f"the checkpoint of iteration {failed['step']} was not saved: {failed['why']}"
 
 
 def _given_up(events: Sequence[JournalEvent]) -> tuple[GivenUp, ...]:

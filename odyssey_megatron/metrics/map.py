@@ -90,6 +90,11 @@ def given_up_text(state: Live) -> str:
     return f"given up, until odyssey readmit: {gpus}" if gpus else ""
 
 
+def not_saved(state: Live) -> str:
+    """Return a paragraph on the checkpoint that is missing; empty if none is."""
+    return f'<p class="bad">{escape(state.not_saved)}</p>' if state.not_saved else ""
+
+
 def span_seconds(costs: Iterable[Cost]) -> dict[Span, float]:
     """Return the seconds of one microbatch for each span, all kinds of work together."""
     found: dict[Span, float] = {}

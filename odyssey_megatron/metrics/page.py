@@ -66,6 +66,7 @@ def html(run: Run, reference: Run | None, pictures: Sequence[Picture]) -> str:
         _facts(run, reference),
         _recoveries(run),
         _switches(run),
+        section("Missing checkpoint", "", missing) if (missing := pieces.not_saved(run.state)) else "",
         section("Stages × replicas", "As it was at the end.", pieces.heat_map(run.state)),
         section("Where the time went", "", pieces.goodput_table(run.state)),
         figure(named["loss"], _difference(run, reference)),

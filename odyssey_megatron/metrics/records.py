@@ -147,7 +147,8 @@ them has died of (``cell``: another rank of its cell has).
   its global sample indices.
 - ``trace``: [[text, start_s, end_s], ...] on the monotonic clock.
 - ``weights``: at the end of a rank, by layer.
-- ``saved``: before ``step`` all ranks waited ``save_s`` for a checkpoint.
+- ``saved``: before ``step`` all ranks waited ``save_s`` for a checkpoint, or for a part of a save in the background,
+  whatever it came to. ``not_saved``, behind it: the checkpoint of iteration ``step`` is missing.
 - ``left_out``, of a rank that stays: rank ``target`` leaves, since its numbers are wrong.
 - ``cut_short``: how a message or another operation of this rank failed, for example because a peer has died.
 - ``lines_lost``: the number of lines of this process, before this one, that could not be written.

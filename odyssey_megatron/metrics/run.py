@@ -161,6 +161,7 @@ def summary(run: Run, reference: Run | None) -> dict[str, Any]:
             "loss_difference": to_jsonable(difference),
             "faults_not_struck": run.not_struck,
             "lines_left_out": run.left_out,
+            "not_saved": run.state.not_saved,
             "samples": {**to_jsonable(run.samples), "ok": run.samples.ok},
             "losses": [[row.step, row.loss] for row in run.steps],
         }
@@ -232,7 +233,9 @@ def text_summary(run: Run, reference: Run | None) -> str:
         "",
         *switch_lines(run.switches),
         samples_line(run.samples),
-        *filter(None, [printable(not_struck_line(run.not_struck)), clocks_line(run)]),
+        *filter(
+            None, map(printable, (run.state.not_saved, not_struck_line(run.not_struck), clocks_line(run)))
+        ),
     ]
     if reference:
         lines.append(difference_line(loss_difference(run.steps, reference.steps)))

@@ -64,6 +64,7 @@ def _training(state: Live) -> Iterator[Any]:
     yield from _gauge(
         "ideal_step_seconds", "Median of undisturbed steps with all ranks", state.goodput.ideal_step_s
     )
+    yield CounterMetricFamily("odyssey_saves_failed", "Checkpoints not saved", value=state.saves_failed)
     yield from _gauge("planned_step_seconds", "As the plan in force was weighed", state.planned_step_s)
     yield from _gauge("tokens_per_second", "Over the last 20 steps, without saves", state.tokens_per_s)
 

@@ -72,6 +72,7 @@ def part(state: Live) -> str:
         f'<header><h1>{escape(state.name)}</h1><span class="pill {status}">{escape(state.status)}</span>'
         f'<span class="muted">job {escape(state.job)} · generation {state.standing.generation}{over}</span></header>'
         + _facts(state)
+        + _section("Missing checkpoint", pieces.not_saved(state))
         + _section("Stages × replicas", pieces.heat_map(state))
         + _section("Step time", pieces.step_bars(state))
         + '<div class="columns">'

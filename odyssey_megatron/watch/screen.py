@@ -183,7 +183,8 @@ def _decision(state: Live, width: int) -> list[str]:
 
 
 def _findings(state: Live) -> list[str]:
-    lines = [
+    lines = [printable(state.not_saved)] if state.not_saved else []
+    lines += [
         printable(f"{one.kind}{f' {list(one.ranks)}' if one.ranks else ''}: {one.why}")
         for one in state.findings
     ]

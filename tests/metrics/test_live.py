@@ -17,6 +17,7 @@ from odyssey_megatron.metrics.standing import standing
 from odyssey_megatron.metrics.suspects import suspects
 from odyssey_megatron.metrics.timeline import last_job
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
+from odyssey_megatron.watch import page
 from odyssey_megatron.watch.screen import frame
 
 from .synthetic_run import RANKS, SAVE_S, SECOND, SLOW, SLOWER_S, STEP_S, STEPS
@@ -373,6 +374,30 @@ def test_a_gpu_is_given_up_until_it_is_readmitted(runs):
     started_again = {"event": "rank_started", "target": 3, "host": "host0", "at_s": 0.0}
     assert live("on another GPU", [*events, given, started_again]).given_up
     assert not live("another node", [*events, given, started_again | {"host": "host9"}]).given_up
+
+
+def test_a_checkpoint_is_missing_until_a_later_one_is_saved(runs):
+    """A save in the background is journalled as it begins, too; what is journalled last says what came of it."""
+    events = events_of(runs["undisturbed"])
+    at = {"at_s": events[-1]["at_s"], "step": STEPS}
+    saved = at | {"event": "saved", "save_s": 0.0}
+    failed = at | {"event": "not_saved", "why": "no space <left>"}
+    told = f"the checkpoint of iteration {STEPS} was not saved: no space <left>"
+    running = [one for one in events if one["event"] != "job_finished"]
+    over = [one for one in events if one not in running]
+    for more, text in (
+        ([saved], ""),
+        ([saved, failed], told),
+        ([saved, failed, saved], told),
+        ([saved, failed, saved, saved], ""),
+        ([saved, failed, saved, saved, failed], told),
+        ([saved, failed, *over], told),
+        ([saved, failed, saved, *over], ""),
+    ):
+        state = live("full disk", [*running, *more])
+        assert (state.not_saved, state.saves_failed) == (text, more.count(failed))
+        assert (told in frame(state, now_s=0.0)) == bool(text)
+        assert ("no space &lt;left&gt;" in page.part(state)) == bool(text)
 
 
 def test_what_all_say_alike_is_kept_once(tmp_path, runs):

@@ -129,6 +129,21 @@ def test_faults_that_did_not_strike_are_named(runs, capsys, tmp_path):
         assert json.loads(capsys.readouterr().out)["faults_not_struck"] == faults
 
 
+def test_a_checkpoint_that_is_missing_is_named(runs, capsys, tmp_path):
+    """In the summary, on the page and as JSON."""
+    folder = shutil.copytree(runs["undisturbed"], tmp_path / "run")
+    rank0 = Journal(folder, source="rank0", rank=0, job=JOB)
+    rank0.event("not_saved", step=STEPS, why="no space <left>")
+    rank0.close()
+    assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
+    line = f"the checkpoint of iteration {STEPS} was not saved: no space <left>"
+    assert f"{line}\n" in capsys.readouterr().out
+    assert "was not saved: no space &lt;left&gt;" in (tmp_path / "out" / "index.html").read_text()
+    for run, text in ((folder, line), (runs["shot_at"], "")):
+        assert main([str(run), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["not_saved"] == text
+
+
 def test_lines_that_are_no_events_are_named_and_left_out(runs, tmp_path, capsys):
     """By who follows the job, too."""
     broken = tmp_path / "broken"

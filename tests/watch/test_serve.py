@@ -194,6 +194,7 @@ def test_metrics(runs):
     )
     assert float(values['odyssey_ranks{state="dead"}']) == 3
     assert float(values["odyssey_gpus_given_up"]) == 0
+    assert float(values["odyssey_saves_failed_total"]) == 0
     assert float(values['odyssey_layer_losses_survived{layer="layer 4"}']) == 1
     assert float(values['odyssey_worker_slowness_ratio{node="host1",replica="0",stage="3",worker="6"}']) == 1
     assert float(values['odyssey_node_suspect{node="host0"}']) == 0, "its ranks' deaths were injected"
