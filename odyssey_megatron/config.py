@@ -121,8 +121,10 @@ class OdysseyConfig:
     inject: str = _flag(
         "",
         "faults to inject, ';'-separated: 'rank=5,step=7,at=backward[,signal=STOP, STUCK or "
-        "FULL][,microbatch=3][,generation=2]'; FULL: no memory is left; steps and microbatches count from 0, so that "
-        "step 7 is Megatron's iteration 8, and an evaluation or checkpoint behind iteration 7 has step 7; at is one of "
+        "FULL][,microbatch=3][,generation=2][,incarnation=1]'; FULL: no memory is left; incarnation=1: not the rank's "
+        "first process, which is meant otherwise, but the one that takes its place; steps and microbatches count from "
+        "0, so that step 7 is Megatron's iteration 8, and an evaluation or checkpoint behind iteration 7 has step 7; "
+        "at is one of "
         + ", ".join(INJECTION_POINTS)
         + "; exchange comes before a measured step (--odyssey-profile-steps) with --odyssey-time-links on, and "
         "param_gather behind a step with cut optimizer state (--use-distributed-optimizer). "

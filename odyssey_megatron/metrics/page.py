@@ -21,7 +21,6 @@ from odyssey_megatron.metrics.run import (
     switch_cells,
 )
 from odyssey_megatron.metrics.steps import loss_difference
-from odyssey_megatron.metrics.strikes import not_struck_line
 
 if TYPE_CHECKING:
     from odyssey_megatron.metrics.plots import Picture
@@ -201,7 +200,7 @@ def _samples(run: Run) -> str:
 def _not_struck(run: Run) -> str:
     if not run.not_struck:
         return ""
-    told = escape(sentence(not_struck_line(run.not_struck)))
+    told = escape(sentence(run.not_struck_line))
     return f'<section><h2>Faults that did not strike</h2><p class="bad">{told}</p></section>'
 
 

@@ -59,6 +59,8 @@ class Run:
     """The ranks that were found dead, but had ended as the job does."""
     not_struck: tuple[str, ...]
     """The faults of ``--odyssey-inject`` that have not struck, as they were written."""
+    not_struck_line: str
+    """What people are told about them."""
     left_out: tuple[str, ...]
     """Sentences on lines of the journal that are no events."""
 
@@ -103,6 +105,8 @@ def read_run(run_dir: str | Path) -> Run:
                 f"{folder} lacks the journal of the job's host, or its beginning: losses and decisions are not in this "
                 "report. All nodes need one --odyssey-run-dir that they share"
             )
+        inject = started[-1].get("inject", "") if started else ""
+        left = tuple(not_struck(events, inject).values())
         run = Run(
             name=name,
             world_size=max((event["world_size"] for event in started), default=0),
@@ -116,7 +120,8 @@ def read_run(run_dir: str | Path) -> Run:
             samples=check_samples(events, steps),
             state=live(name, events),
             ended=frozenset(ended_with_the_job(events)),
-            not_struck=tuple(not_struck(events, started[-1].get("inject", "") if started else "").values()),
+            not_struck=left,
+            not_struck_line=not_struck_line(events, left),
             left_out=tuple(left_out),
         )
     except UNREADABLE as error:
@@ -233,9 +238,7 @@ def text_summary(run: Run, reference: Run | None) -> str:
         "",
         *switch_lines(run.switches),
         samples_line(run.samples),
-        *filter(
-            None, map(printable, (run.state.not_saved, not_struck_line(run.not_struck), clocks_line(run)))
-        ),
+        *filter(None, map(printable, (run.state.not_saved, run.not_struck_line, clocks_line(run)))),
     ]
     if reference:
         lines.append(difference_line(loss_difference(run.steps, reference.steps)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from odyssey_megatron.faults import texts_of
@@ -9,6 +10,7 @@ from odyssey_megatron.metrics.timeline import JournalEvent
 
 STRIKES = ("injected", "slowed", "link_slowed")
 """The events by which a rank notes that faults strike; ``faults`` are their numbers."""
+LOOKED_AT = (*STRIKES, "rank_started")
 
 
 def not_struck(events: Iterable[JournalEvent], inject: str) -> dict[int, str]:
@@ -20,11 +22,29 @@ def not_struck(events: Iterable[JournalEvent], inject: str) -> dict[int, str]:
     return {number: text for number, text in enumerate(texts_of(inject)) if number not in struck}
 
 
-def not_struck_line(faults: Sequence[str]) -> str:
-    """Return what people are told about faults that have not struck; "" if there are none."""
+def not_struck_line(events: Iterable[JournalEvent], faults: Sequence[str]) -> str:
+    """Return what people are told about ``faults`` that have not struck, by a job's events named ``LOOKED_AT``; "" if
+    there are none.
+    """
     if not faults:
         return ""
     return (
         f"--odyssey-inject: the journal has no record that {len(faults)} fault(s) struck, so this job does not show "
-        "that it survives them: " + "; ".join(faults)
+        "that it survives them: " + "; ".join(faults) + _of_first_processes(events, faults)
+    )
+
+
+def _of_first_processes(events: Iterable[JournalEvent], faults: Sequence[str]) -> str:
+    processes = Counter(str(event["target"]) for event in events if event["event"] == "rank_started")
+    found = set[str]()
+    for text in faults:
+        parts = (item.partition("=") for item in text.split(","))
+        given = {key.strip(): value.strip() for key, _, value in parts}
+        if "incarnation" not in given and processes[given.get("rank", "")] > 1:
+            found.add(given["rank"])
+    if not found:
+        return ""
+    return (
+        f". Rank(s) {', '.join(sorted(found, key=int))} had later processes, which a fault strikes only where it names "
+        "them: incarnation=1 is the second one"
     )

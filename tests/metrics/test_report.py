@@ -120,6 +120,7 @@ def test_faults_that_did_not_strike_are_named(runs, capsys, tmp_path):
     rank2 = Journal(folder, source="rank2", rank=2, job=JOB)
     rank2.event("slowed", step=3, slow=2.0, faults=(0,))
     rank2.close()
+    by_later_processes(capsys, folder, tmp_path / "later", left)
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
     line = f"no record that 1 fault(s) struck, so this job does not show that it survives them: {left}\n"
     assert line in capsys.readouterr().out
@@ -127,6 +128,17 @@ def test_faults_that_did_not_strike_are_named(runs, capsys, tmp_path):
     for run, faults in ((folder, [left]), (runs["shot_at"], [])):
         assert main([str(run), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["faults_not_struck"] == faults
+
+
+def by_later_processes(capsys, run, folder, fault):
+    """A fault is of the rank's first process, if it names no other."""
+    agent1 = Journal(shutil.copytree(run, folder), source="agent1", job=JOB)
+    agent1.event("rank_started", target=1, pid=1, host="host0")
+    agent1.close()
+    assert main([str(folder)]) == 0
+    assert (
+        f"{fault}. Rank(s) 1 had later processes, which a fault strikes only where" in capsys.readouterr().out
+    )
 
 
 def test_a_checkpoint_that_is_missing_is_named(runs, capsys, tmp_path):

@@ -37,7 +37,7 @@ from odyssey_megatron.launch.wire.requests import Requests
 from odyssey_megatron.launch.wire.verdict import SAYS_WHY, TERMINATE_S, JobVerdict, VerdictWatch
 from odyssey_megatron.metrics.journal import Journal, host_name, read_journal
 from odyssey_megatron.metrics.outlet import say
-from odyssey_megatron.metrics.strikes import STRIKES, not_struck, not_struck_line
+from odyssey_megatron.metrics.strikes import LOOKED_AT, not_struck, not_struck_line
 
 _log = logging.getLogger(__name__)
 
@@ -212,10 +212,10 @@ class OdysseyAgent(LocalElasticAgent):
         if not any(one.ranks[0] in ours for one in faults):
             return
         with contextlib.suppress(ConfigError):  # a journal that cannot be read says nothing
-            found = list(read_journal(config.run_dir, only=STRIKES))
+            found = list(read_journal(config.run_dir, only=LOOKED_AT))
             events = [event for event in found if event.get("job") == os.environ["ODYSSEY_JOB"]]
             left = not_struck(events, config.inject)
-            if line := not_struck_line([left[one] for one in left if faults[one].ranks[0] in ours]):
+            if line := not_struck_line(events, [left[one] for one in left if faults[one].ranks[0] in ours]):
                 say(f"[odyssey] {line}")
 
     def _see_through(self, board: HeartbeatBoard, journal: Journal, signals: Received) -> int:
