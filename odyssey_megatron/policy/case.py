@@ -37,6 +37,8 @@ class Case:
     """If not 0, layouts that leave a layer with a single holder are also proposed with this many holders."""
     rebalances: bool = False
     """Whether nobody has died or joined: speeds have changed, and the next layout is entered between two steps."""
+    mixes: bool = True
+    """Whether ``mix`` may be proposed then, for which the coordinator searches for seconds and hears of no death."""
 
     @cached_property
     def alive(self) -> tuple[int, ...]:

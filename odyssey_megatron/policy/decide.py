@@ -193,6 +193,7 @@ def decide(
         thorough=thorough,
         spare_holders=config.least_holders if config.redundancy == "auto" else 0,
         rebalances=rebalances,
+        mixes="auto" in (config.rebalance, config.layout),  # else the user is only told what would be gained
     )
     _check_holders(case)
     proposed = options(case)

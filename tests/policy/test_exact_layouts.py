@@ -39,7 +39,7 @@ def planned_s(one):
         state=with_speeds(state, dict(enumerate(one.speeds))),
         previous=plan,
         profile=profile,
-        config=OdysseyConfig(horizon_s=1e6, mtbf_s=1e9),
+        config=OdysseyConfig(horizon_s=1e6, mtbf_s=1e9, rebalance="auto"),
         now_s=0.0,
         home=plan.layout,
         rebalances=True,

@@ -7,13 +7,17 @@ from itertools import islice
 import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import initial_state, with_slow_links
+from odyssey_megatron.cluster.state import initial_state, with_slow_links, with_speeds
+from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.policy.case import Case, in_cluster
 from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.decide import decide
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.policies import POLICIES, mix
 from odyssey_megatron.policy.proposal import Sketch
+from odyssey_megatron.policy.routes.mixing import Mixing
 from tests.plan.samples import uniform_costs
 
 
@@ -100,6 +104,22 @@ def test_routes_taken_apart_are_judged_with_shadows_among_the_living():
         profile=Profile(costs=uniform_costs(2, ends=True)),
     )
     assert mix._kept(case, alone).workers == (0, 2)
+
+
+@pytest.mark.parametrize("rebalance", ["auto", "off"])
+def test_a_job_that_only_tells_is_not_deaf_for_what_takes_long(monkeypatch, rebalance):
+    asked = []
+    monkeypatch.setattr(Mixing, "better", lambda *args: asked.append(args))
+    state, profile = initial_state(nodes=(0, 0)), Profile(costs=uniform_costs(3, ends=True))
+    job = JobSpec(
+        num_layers=5, pipeline_model_parallel_size=2, tensor_model_parallel_size=1,
+        num_microbatches=2, tokens_per_step=1, train_steps=1,
+    )  # fmt: skip
+    before = initial_plan(job, state, profile)
+    config = OdysseyConfig(mtbf_s=1e9, rebalance=rebalance)
+    slow = with_speeds(state, {0: 0.5})
+    decide(job=job, state=slow, previous=before, profile=profile, config=config, now_s=0.0, rebalances=True)
+    assert bool(asked) == (rebalance == "auto")
 
 
 def test_each_is_found_by_the_name_of_its_file():

@@ -24,7 +24,7 @@ class Mix(Policy):
 
     def propose(self, case: Case) -> Iterable[Sketch]:
         """Propose it in small jobs, if nobody waits for the decision: it takes a second."""
-        if not case.rebalances or not case.job.revisits:
+        if not (case.rebalances and case.mixes and case.job.revisits):
             return
         costs, job = case.profile.costs, case.job
         mixing = Mixing(
