@@ -81,14 +81,70 @@ def test_a_host_that_others_do_not_wait_for_is_alone(connect, stood_still_s, oth
     first.put(keys.lease_key(1), "")  # was on its way when the other node left
     second.put(keys.lease_key(2), "")
     while not lost:
-        assert leases.left_alone(lost, now_s) == ""
+        assert leases.left_alone([]) == ""
         if others == "one is there":
             second.put(keys.lease_key(2), "")
         lost = leases.expired(now_s)
         now_s += 0.3
-    why = leases.left_alone(lost, now_s)
+    why = leases.left_alone([one.node for one in lost])
     assert why.startswith("this host of the job stood still for 20.0 s.") == bool(why) == alone
     assert ("The other nodes wait 5.5 s for it (--odyssey-node-lease-s + 2.5 s)" in why) == alone
+
+
+@pytest.mark.parametrize(
+    ("looks_from_s", "renews_until_s", "alone"),
+    [
+        (20.0, 20.0, True),
+        (20.0, 22.8, False),  # it stayed, and died for another reason
+        (27.5, 27.5, True),  # a decision took long after the pause
+    ],
+)
+def test_another_node_has_stayed_if_it_renews_its_lease_after_the_pause(
+    connect, looks_from_s, renews_until_s, alone
+):
+    pauses = Pauses(0.9 * 3.0 + COMES_BACK_S)
+    leases, node = Leases(connect(), [1], 3.0, here=0, pauses=pauses), agent(connect, 0)
+    node.put(keys.lease_key(1), "")
+    assert leases.expired(-0.1) == []
+    pauses.note(0.0, 20.0)
+    lost, now_s = [], looks_from_s
+    while not lost:
+        if now_s <= renews_until_s:
+            node.put(keys.lease_key(1), "")
+        lost = leases.expired(now_s)
+        now_s += 0.3
+    assert bool(leases.left_alone([one.node for one in lost])) == alone
+
+
+def test_an_agent_that_comes_in_place_of_one_that_left_is_there(connect):
+    pauses = Pauses(0.9 * 3.0 + COMES_BACK_S)
+    leases = Leases(connect(), [1], 3.0, here=0, pauses=pauses)
+    agent(connect, 0).put(keys.lease_key(1), "")
+    assert leases.expired(-0.1) == []
+    pauses.note(0.0, 20.0)
+    agent(connect, 1).put(keys.lease_key(1), "")
+    assert leases.expired(20.0) == [NodeLost(node=1, t_s=20.0)]
+    assert leases.left_alone([1]) == ""
+
+
+def test_a_job_goes_on_without_a_node_whose_ranks_were_dead_before_the_pause(tmp_path):
+    """All that it needs is on its host."""
+    job = Job(tmp_path)
+    try:
+        job.post()
+        job.live(1, 0, 1, 2, 3)
+        job.died(2, 3)
+        assert job.generation(2).members == (0, 1)
+        leases = job.coordinator._leases
+        leases._pauses = Pauses(1.0)
+        job.beating.set()
+        leases._pauses.note(time.monotonic() - 20.0, time.monotonic())
+        wait_for(lambda: not leases.nodes, 10, "the loss of the node")
+        job.live(2, 0, 1)
+        job.died(1)
+        assert job.generation(3).members == (0,)
+    finally:
+        job.close()
 
 
 @pytest.mark.timeout(20)

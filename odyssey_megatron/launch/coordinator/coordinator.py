@@ -245,7 +245,7 @@ class Coordinator:
     def _train(self) -> JobVerdict:
         while True:
             events = self._incident()
-            if why := self._leases.left_alone(events, time.monotonic()):
+            if why := self._leases.left_alone(self._lost_with_ranks(events)):
                 return self._stop(stop(self._job, why, 1))
             self._note_agreements(events)
             refused = self._refused() if any(isinstance(one, RankDied) for one in events) else ""
@@ -476,9 +476,14 @@ class Coordinator:
         # Losses of nodes come first: a node that is replaced was lost before the ranks in its place could join.
         return [*self._lost_nodes(), *found]
 
+    def _lost_with_ranks(self, events: Sequence[Event]) -> list[int]:
+        """Return the nodes that are lost by ``events``, and had living ranks."""
+        lost, living = [one.node for one in events if isinstance(one, NodeLost)], {*self._job.cluster.ranks}
+        return [node for node in lost if living.intersection(self._job.ranks_on(node))]
+
     def _lost_nodes(self) -> list[Event]:
-        lost, living = self._leases.expired(time.monotonic()), {*self._job.cluster.ranks}
-        nodes = [one.node for one in lost if living.intersection(self._job.ranks_on(one.node))]
+        lost = self._leases.expired(time.monotonic())
+        nodes = self._lost_with_ranks(lost)
         if nodes:
             what = f"nothing has been heard of node(s) {', '.join(map(str, nodes))} for a while"
             self._say(

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Sequence
 
-from odyssey_megatron.cluster.events import Event, NodeLost
+from odyssey_megatron.cluster.events import NodeLost
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.awake import Awake, Pauses
 from odyssey_megatron.launch.wire.control import Control, Stamp
@@ -42,6 +42,8 @@ class Leases:
         self._awake, self._pauses = Awake(limit_s), pauses
         self.nodes = nodes
         self._seen: dict[int, tuple[Stamp | None, float]] = {}
+        self._looked_s = self._there_s = -float("inf")
+        """When it was last looked, and after which look another node has last renewed its lease."""
 
     def watch(self, node: int) -> None:
         """Watch ``node``, which has ranks (again)."""
@@ -58,24 +60,31 @@ class Leases:
             before, since_s = self._seen.get(node, (None, now_s))
             if beat != before:
                 self._seen[node] = (beat, now_s)
-                if before is not None and beat.incarnation > before.incarnation:
-                    # Another agent has come before the loss of this one was noticed.
-                    lost.append(NodeLost(node=node, t_s=now_s))
+                if before is not None:
+                    self._there_s = self._looked_s
+                    if beat.incarnation > before.incarnation:
+                        # Another agent has come before the loss of this one was noticed.
+                        lost.append(NodeLost(node=node, t_s=now_s))
             elif now_s - max(since_s, awake_s) > self._limit_s:
                 lost.append(NodeLost(node=node, t_s=now_s))
                 self.nodes.remove(node)
+        self._looked_s = now_s
         return lost
 
-    def left_alone(self, events: Sequence[Event], now_s: float) -> str:
+    def left_alone(self, lost: Sequence[int]) -> str:
         """Return why the job is over, if the other nodes have left because this host stood still; else nothing.
 
-        Nodes that stood still, too, renew their leases again, and the job goes on with them.
+        One that renews its lease after the pause has stayed, and so have all that were there.
+
+        Args:
+            lost: The nodes that were just found lost, and had living ranks.
         """
         pauses, limit_s = self._pauses, self._limit_s
-        if pauses is None or not any(isinstance(one, NodeLost) for one in events):
+        another_agent_came = not set(lost).isdisjoint(self.nodes)
+        if pauses is None or not (lost and pauses.lasted_s) or another_agent_came:
             return ""
-        heard_s = max((self._seen.get(node, (None, now_s))[1] for node in self.nodes), default=pauses.ended_s)
-        if now_s - pauses.ended_s > 2 * limit_s or now_s - heard_s < limit_s / 2:
+        # What was on its way when a node left arrives soon after the pause.
+        if self._there_s > pauses.ended_s + limit_s / 2:
             return ""
         waits_s = limit_s + COMES_BACK_S
         return _LEFT_ALONE.format(lasted_s=pauses.lasted_s, waits_s=waits_s, beyond_s=COMES_BACK_S)
