@@ -114,9 +114,9 @@ def status(checkout: Path) -> list[str]:
 
 
 def marked(checkout: Path) -> list[str]:
-    """Return the files that have marks of Odyssey's, whatever version the checkout is of."""
-    files = ((name, checkout / name) for name in _files())
-    return [name for name, path in files if path.is_file() and any(_marks(path.read_bytes().splitlines()))]
+    """Return the files that have marks of Odyssey's, whatever version the checkout is of. Raises ConfigError."""
+    there = (name for name in _files() if (checkout / name).is_file())
+    return [name for name in there if any(_marks(_read(checkout, name).splitlines()))]
 
 
 def write(changes: Sequence[FileChange]) -> None:

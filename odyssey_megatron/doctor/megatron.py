@@ -111,7 +111,11 @@ def _missing_from_typing(checkout: Path, host: Host) -> str:
     """Return in words what a file of ``checkout`` imports from ``typing`` that this Python does not have, or ''."""
     files = (file for part in ("core", "training") for file in (checkout / "megatron" / part).rglob("*.py"))
     for file in sorted(files):
-        for several, line in _FROM_TYPING.findall(file.read_text(errors="replace")):
+        try:
+            text = file.read_text(errors="replace")
+        except OSError:
+            continue  # such as an editor's lock, which is a dangling link
+        for several, line in _FROM_TYPING.findall(text):
             imported = re.sub(r"#.*|\bas \w+", "", several or line)
             if missing := sorted({*re.findall(r"\w+", imported)} - host.typing_names):
                 return f"{file.relative_to(checkout)} imports {', '.join(missing)} from typing, which has no such name"
@@ -119,9 +123,10 @@ def _missing_from_typing(checkout: Path, host: Host) -> str:
 
 
 def _patch(checkout: Path) -> CheckRow:
-    name, there = "odyssey patch", patch.marked(checkout)
+    name, there = "odyssey patch", list[str]()
     uninstall = f"odyssey patch uninstall {checkout}"
     try:
+        there = patch.marked(checkout)
         missing = patch.install(checkout)
     except ConfigError as error:
         if there:

@@ -303,6 +303,17 @@ def test_an_old_python_is_a_problem_if_a_name_is_missing_from_it(tree, text, sta
     assert rows["Python"].remedy
 
 
+def test_files_that_cannot_be_read_are_no_obstacle(tree):
+    """Emacs marks a file that is being edited by a link to nowhere."""
+    (tree / "megatron/training/.#models.py").symlink_to("somebody@somewhere.1")
+    host = replace(HOST, python=(3, 11))
+    (tree / "megatron/core/__init__.py").unlink(missing_ok=True)
+    (tree / "megatron/core/__init__.py").symlink_to("/proc/self/mem")  # no read of its beginning succeeds
+    rows = {row.name: row for row in megatron.rows(Source((tree,)), tree, host)}
+    assert rows["Python"].state == "warning"
+    assert "cannot be read" in rows["odyssey patch"].found
+
+
 def test_changed_and_missing_seams(tree):
     schedules = tree / "megatron/core/pipeline_parallel/schedules.py"
     text = (
