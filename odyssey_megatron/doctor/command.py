@@ -98,7 +98,7 @@ def _judge(named: str, checkout: Path | None, more: Sequence[str], *, as_json: b
     line = launch_line.read_job(named)
     checkout = checkout or launch_line.checkout_of(line)
     version = Source((*([checkout] if checkout else ()), *_installed())).version()
-    verdict = launch_line.judged([*line.flags, *more], version, line, runs_it=checkout is not None)
+    verdict = launch_line.judged([*line.flags, *more], version, line, checkout=checkout)
     if as_json:
         print(json.dumps({"starts": verdict.starts, **asdict(verdict)}, indent=1))
     else:

@@ -7,7 +7,7 @@ import importlib
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -123,14 +123,14 @@ def judged(
     version: str | None = None,
     line: LaunchCommand | None = None,
     *,
-    runs_it: bool = False,
+    checkout: Path | None = None,
 ) -> LineVerdict:
     """Return what a job with ``flags`` would say.
 
     Args:
         version: the megatron-core by whose flags is judged; None: by those of all recorded ones.
         line: the rest of the launch line that ``flags`` are part of.
-        runs_it: whether the job is known to run ``version``.
+        checkout: the folder of ``version``, if the job is known to run it.
 
     Raises:
         ConfigError: one of Odyssey's own flags, or one of its variables, is wrong.
@@ -146,9 +146,9 @@ def judged(
     before = next((word for word in line.launcher if word.startswith("--odyssey")), "")
     strange = [one for one in strange if not one.startswith("--odyssey") and one[2:] not in config.accepted]
     # One of Megatron-LM's own scripts adds no flags, so that its parser ends the job.
-    missing = (
-        {one: known_since(one) for one in strange if known_since(one)} if runs_it and name in TRIED else {}
-    )
+    missing = {one: known_since(one) for one in strange if known_since(one)} if name in TRIED else {}
+    there = _named_in(checkout, missing) if checkout else missing
+    missing = {flag: since for flag, since in missing.items() if flag not in there}
     return LineVerdict(
         refused=({name: other} if other else {})
         | ({before: f"{before} stands before {line.script}: {BEHIND_SCRIPT}"} if before else {})
@@ -162,13 +162,29 @@ def judged(
         cautions=dict(refusals.cautions(args)),
         unknown=tuple(one for one in strange if one not in missing),
         version=version or "",
-        runs_it=runs_it,
+        runs_it=checkout is not None,
         unread=unread_words,
         undecided=(*refusals.undecided(args), *unknown),
         choices=tuple(choices_told(line.choices)),
         without_odyssey=bool(name) and config.mode == "off" and not (before or unread_words),
         script="" if name in TRIED else name,
     )
+
+
+def _named_in(checkout: Path, flags: Iterable[str]) -> set[str]:
+    """Return those of ``flags`` that Megatron's files in ``checkout`` name: a fork may have taken them from another
+    version.
+
+    From core_v0.18 on Megatron makes flags of its configurations' fields, so that the destination's name counts, too.
+    """
+    known = known_to(None)
+    waiting = {one: re.compile(rf"""["']{re.escape(one)}["']|\b{known[one].dest}\b""") for one in flags}
+    found = set[str]()
+    for file in (checkout / "megatron").rglob("*.py") if waiting else ():
+        with contextlib.suppress(OSError):
+            text = file.read_text(errors="replace")
+            found |= {flag for flag, name in waiting.items() if name.search(text)}
+    return found
 
 
 def _asked(flag: str) -> str:

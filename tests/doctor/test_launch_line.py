@@ -421,6 +421,17 @@ def test_a_line_is_judged_by_the_checkout_that_has_its_script(
     assert said in told
 
 
+@pytest.mark.parametrize("text", ['add_argument("--mtp-detach-heads")', "mtp_detach_heads: bool = False"])
+def test_a_fork_may_have_a_flag_of_another_version(tmp_path, capsys, text):
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\n")
+    (tmp_path / "megatron" / "core" / "config.py").write_text(text)
+    job = tmp_path / "train.sh"
+    job.write_text(f"odyssey run pretrain_gpt.py --num-layers 8 {NEW} --odyssey\n")
+    assert main(["doctor", str(tmp_path), "--job", str(job)]) == 0
+    assert "not megatron-core 0.16.1's: --mtp-detach-heads (known from" in capsys.readouterr().out
+
+
 def test_it_is_said_that_the_installed_version_decided(tmp_path, monkeypatch, capsys):
     info = tmp_path / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
