@@ -266,6 +266,10 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
     """Return the launch line, or the named model. Raises ConfigError."""
     if more and not more[0].startswith("--"):
         raise ConfigError(f"{more[0]} is no flag. 'odyssey plan --help' lists what there is.")
+    if options.num_microbatches and any(one.partition("=")[0] == "--global-batch-size" for one in more):
+        raise ConfigError(
+            "--num-microbatches and --global-batch-size both say how large a step is: leave one of them out."
+        )
     args, parser, others = looked_at(more, None)
     if strange := [one for one in others if not one.startswith("--odyssey")]:
         raise ConfigError(f"{' '.join(strange)}: neither of this command's flags nor of Megatron-LM's.")

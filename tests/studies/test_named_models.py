@@ -40,3 +40,10 @@ def test_a_named_model_is_trained_as_the_flags_beside_it_say(recomputed):
 def test_a_batch_that_cannot_be_divided_is_refused():
     with pytest.raises(ConfigError, match="--global-batch-size 63 is not divisible by 4 pipelines"):
         scenario("--model llama2-7b --cluster 1x8 --pipeline-model-parallel-size 2 --global-batch-size 63")
+
+
+@pytest.mark.parametrize("batch", ["--global-batch-size 64", "--global-batch-size=64"])
+def test_a_batch_and_microbatches_are_not_given_together(batch):
+    flags = "--model llama2-7b --cluster 1x8 --pipeline-model-parallel-size 2"
+    with pytest.raises(ConfigError, match="--num-microbatches and --global-batch-size both say"):
+        scenario(f"{flags} --num-microbatches 16 {batch}")
