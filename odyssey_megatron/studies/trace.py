@@ -104,7 +104,7 @@ def read_trace(text: str, gpus: int, name: str = "file", *, gpus_per_node: int =
     """Read lines ``seconds kill|join GPU``, closed by ``seconds end``; ``#`` starts a comment.
 
     A GPU is given by its rank, or as NODE:GPU. NODE:* are all GPUs of a node: those that live die, or the dead come
-    back. Lines of the same kind and the same time are one change.
+    back. Lines one after the other of the same kind and the same time are one change.
 
     Args:
         gpus: their number. All live at first.
