@@ -40,9 +40,9 @@ def test_a_script_sees_its_own_arguments_environment_and_modules(zygote, tmp_pat
         "import sys, os, neighbour\nprint(sys.argv[1:], sorted(k for k in os.environ if 'PID' not in k), __name__)\n"
         "print(neighbour.NAME, 'decimal' in sys.modules, os.getpgid(0) == os.getpid())\n"
     )
-    process, out = run(zygote, tmp_path, text, "a", "b", ONLY="this")
+    process, out = run(zygote, tmp_path, text, "a", "-u", ONLY="this")
     assert process.wait(10) == 0, out.read_text()
-    assert out.read_text().splitlines() == ["['a', 'b'] ['ONLY'] __main__", "next to the script True True"]
+    assert out.read_text().splitlines() == ["['a', '-u'] ['ONLY'] __main__", "next to the script True True"]
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,9 @@ def _run_python(request: dict[str, Any], parent: int) -> int:
     os.environ.update(request["env"])
     os.environ["ODYSSEY_PARENT_PID"] = str(parent)
     _reseed()
-    arguments = [one for one in request["argv"] if one != "-u"]
+    arguments = request["argv"]
+    if arguments[0] == "-u":  # its outputs are unbuffered anyway; another one is the script's own
+        arguments = arguments[1:]
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0:1] = [os.getcwd()]
