@@ -4,7 +4,8 @@ Such a save has three parts. First the ranks together plan it and copy what each
 Then a thread of each rank writes, while steps go on; a process would outlive the rank. After a step whose agreement has
 said that nobody is writing any more, the ranks together complete it. Until then it does not have a checkpoint's name
 (``saving.py``). A rank that dies in between takes its part along, so the survivors abandon the save and make another,
-of the step that they have reached.
+of the step that they have reached. A thread cannot be ended: where the file system does not answer, the save fails,
+and no other begins before its thread has ended, as each of them keeps a copy of what it writes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.names import size_text
 from odyssey_megatron.rebuild.world import Together
 
+_PART_OF_LIMIT = 0.9
+"""How much of the limit for messages a rank waits for its own file system. It speaks before the others' messages fail,
+so that they hear the cause.
+"""
+
 
 class _Job(NamedTuple):
     """The session and runtime that saves belong to, once the session has begun."""
@@ -45,6 +51,7 @@ class _Flight:
         """``request``: Megatron's AsyncRequest, which was made after ``step`` steps."""
         self.finalize: Sequence[Callable[[], None]] = request.finalize_fns
         self.generation, self.step = generation, step
+        self._began_s = time.monotonic()
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = _copied(arguments[1], request.preload_fn())
@@ -58,12 +65,24 @@ class _Flight:
     def writes(self) -> bool:
         return self._thread.is_alive()
 
-    def wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until this rank has finished writing. Raises Superseded as soon as ``is_over`` returns True."""
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def wait(self, is_over: Callable[[], bool], limit_s: float) -> None:
+        """Wait until this rank has finished writing. Raises Superseded as soon as ``is_over`` returns True, and
+        TimeoutError after ``limit_s``.
+        """
+        ends_s = time.monotonic() + limit_s
         while self._thread.is_alive():
             self._thread.join(0.05)
             if is_over():
                 raise Superseded("a newer generation exists")
+            if time.monotonic() > ends_s:
+                raise TimeoutError(
+                    f"not written {self.age_s:.0f} s after the save began, for {limit_s:.0f} s of which all ranks have "
+                    "waited. Look whether its file system answers"
+                )
 
 
 def _copied(buckets: Sequence[Any], on_host: Sequence[Any]) -> list[Any]:
@@ -100,6 +119,8 @@ class Saves:
         """Why the last save failed; empty: it did not."""
         self._attached: _Job | None = None
         self._flight: _Flight | None = None
+        self._given_up: list[_Flight] = []
+        """Saves that will be no checkpoints, whose threads may write for ever."""
         self._how: tuple[Any, ...] = ()
         """Megatron's save function and arguments of the last save; the keyword arguments come last."""
         self._begun = (0, 0.0)
@@ -167,7 +188,10 @@ class Saves:
     def _save(self) -> str:
         original, optimizer, scheduler, args, kwargs = self._how
         iteration, floating_point_operations = self._begun
-        self._flight = None
+        why = self._hanging()  # what is given up now may still be written: it has not been waited for
+        self._give_up()
+        if why:
+            return why
         self._fault(iteration)
         return saving.attempt(
             original,
@@ -179,6 +203,23 @@ class Saves:
             *args,
             **kwargs,
         )
+
+    def _give_up(self) -> None:
+        """Forget what is being written, except for the thread that writes it."""
+        flights = *self._given_up, self._flight
+        self._given_up = [one for one in flights if one is not None and one.writes]
+        self._flight = None
+
+    def _hanging(self) -> str:
+        """What some rank still writes although it was given up earlier; empty: nothing. Collective."""
+        own = next((one for one in self._given_up if one.writes), None)
+        since = own and (
+            f"rank {self._job.session.rank} still writes the save of iteration {own.step}, which was given up, for "
+            f"{own.age_s:.0f} s now, and none begins beside it. Look whether its file system answers"
+        )
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, since)
+        return next(filter(None, found), "")
 
     def _save_again(self) -> str:
         """Save the step that the job has reached by now."""
@@ -200,10 +241,12 @@ class Saves:
 
         def work() -> str:
             if flight.generation != self._job.runtime.generation:
-                self._flight = None
-                return self._save_again() if again else ""
+                return self._save_again() if again else "given up: its generation ended while it was written"
             self._fault(self._job.runtime.committed)
-            flight.wait(lambda: self._job.session.member.newer_than(flight.generation))
+            flight.wait(
+                lambda: self._job.session.member.newer_than(flight.generation),
+                _PART_OF_LIMIT * self._job.session.config.op_timeout_s,
+            )
             why = saving.complete(flight.finalize, self._begun[0], **self._how[-1])
             self._flight = None
             return why
@@ -220,10 +263,12 @@ class Saves:
 
         def attempt(world: Any) -> str:
             found: list[Any] = [None] * world.size()
-            dist.all_gather_object(found, self._trouble, group=world)
-            if trouble := next(filter(None, found), ""):
-                self._flight = None
-                saving.tidy(self._begun[0], **self._how[-1])
+            writes = self._flight is not None and self._flight.writes
+            dist.all_gather_object(found, (self._trouble, writes), group=world)
+            if trouble := next((one for one, _ in found if one), ""):
+                self._give_up()
+                if not any(one for _, one in found):  # else its file system may not answer
+                    saving.tidy(self._begun[0], **self._how[-1])
                 return str(trouble)
             try:
                 return work()

@@ -1,0 +1,107 @@
+"""Saves that are written beside training, by one rank whose file system answers late, or never."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from odyssey_megatron.errors import PeerFailed  # noqa: E402
+from odyssey_megatron.mcore.loop import background, saving  # noqa: E402
+
+
+class Rank:
+    """The only rank of a job, with the saves that it has begun, and what was said of those that failed."""
+
+    def __init__(self, limit_s: float):
+        self.answers = threading.Event()
+        """Whether the file system answers."""
+        self.begun: list[int] = []
+        self.failed: list[tuple[int, str]] = []
+        self.session = SimpleNamespace(
+            rank=0,
+            config=SimpleNamespace(op_timeout_s=limit_s),
+            member=SimpleNamespace(newer_than=lambda generation: generation < self.runtime.generation),
+            note_save=lambda step, save_s: None,
+            note_not_saved=lambda iteration, why: self.failed.append((iteration, why)),
+        )
+        position = SimpleNamespace(votes=SimpleNamespace(writing=1, ballots=0))
+        self.runtime = SimpleNamespace(generation=1, committed=0, ballot=SimpleNamespace(), position=position)
+        self.saves = background.Saves(self.together, [])
+        self.saves.attach(self.session, self.runtime, None, lambda *args, **kwargs: None)
+
+    def together(self, work):
+        while True:
+            try:
+                return work(dist.group.WORLD)
+            except PeerFailed:
+                self.runtime.generation += 1
+
+    def save(self, iteration: int) -> None:
+        self.runtime.committed = iteration
+        self.saves.save_checkpoint(None, iteration, None, None, None, 0.0)
+
+    def begin(self, original, iteration, *args, **kwargs) -> str:
+        self.begun.append(iteration)
+        request = SimpleNamespace(
+            finalize_fns=(),
+            async_fn=self.answers.wait,
+            async_fn_args=(),
+            async_fn_kwargs={},
+            preload_fn=None,
+        )
+        self.saves.schedule(None, request)
+        return ""
+
+
+@pytest.fixture
+def rank(tmp_path, monkeypatch):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    one = Rank(limit_s=0.5)
+    monkeypatch.setattr(saving, "attempt", one.begin)
+    monkeypatch.setattr(saving, "complete", lambda *args, **kwargs: "")
+    monkeypatch.setattr(saving, "tidy", lambda *args, **kwargs: None)
+    monkeypatch.setattr(saving, "where", lambda *args, **kwargs: Path("saved") / "one")
+    yield one
+    one.answers.set()
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(30)
+def test_a_file_system_that_does_not_answer_fails_the_save_and_those_that_follow(rank):
+    rank.save(2)
+    rank.save(4)
+    (late, first), (refused, second) = rank.failed
+    assert (late, refused) == (2, 4)
+    assert "rank 0 could not write a file: TimeoutError" in first
+    assert "rank 0 still writes the save of iteration 2" in second
+    rank.save(6)
+    assert [iteration for iteration, _ in rank.failed] == [2, 4, 6]
+    assert rank.saves.not_saved
+    assert rank.begun == [2], "a save began beside a thread that hangs, and keeps a copy of its own"
+    rank.answers.set()
+    rank.saves._given_up[0]._thread.join()
+    rank.save(8)
+    rank.saves.finalize(blocking=True)
+    assert rank.begun == [2, 8]
+    assert not rank.saves.not_saved
+
+
+@pytest.mark.timeout(30)
+def test_a_save_whose_generation_ended_is_said_and_the_one_that_is_due_begins(rank):
+    """It is written still, as its file system is slow and not gone."""
+    rank.save(2)
+    rank.runtime.generation += 1
+    rank.save(4)
+    ((iteration, why),) = rank.failed
+    assert iteration == 2
+    assert "given up: its generation ended" in why
+    assert rank.begun == [2, 4]
+    assert not rank.saves.not_saved
