@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed import checkpoint as dcp  # noqa: E402
 
-from odyssey_megatron.errors import ConfigError  # noqa: E402
-from odyssey_megatron.mcore.loop import background, saving  # noqa: E402
+from odyssey_megatron.errors import ConfigError, OdysseyError  # noqa: E402
+from odyssey_megatron.mcore.loop import background, deleting, saving  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("save_and_die.py")
 
@@ -116,6 +116,26 @@ def test_what_earlier_attempts_have_left_is_removed(tmp_path):
     assert names(tmp_path) == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
     saving._sweep(tmp_path / "iter_0000004")  # the latest stays until another is in its place
     assert "iter_0000004" in names(tmp_path)
+
+
+def test_what_is_saved_later_than_a_checkpoint_to_retain_stays_in_its_place(tmp_path, monkeypatch):
+    """After a death while that of iteration 100 was written, Megatron deletes 101 behind the save of 120."""
+    args = argparse.Namespace(save=str(tmp_path), save_retain_interval=100)
+    checkpointing = SimpleNamespace()
+    training = SimpleNamespace(checkpointing=checkpointing, get_args=lambda: args)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    deleting.install()
+    for iteration in (80, 101, 120, 140):
+        written(tmp_path / f"iter_{iteration:07d}")
+    (tmp_path / "iter_0000100").mkdir()  # Megatron makes it before it is written
+    with pytest.raises(OdysseyError, match="stands for that of iteration 100"):
+        checkpointing.shutil.rmtree(str(tmp_path / "iter_0000101"))
+    for iteration in (80, 120):
+        checkpointing.shutil.rmtree(str(tmp_path / f"iter_{iteration:07d}"))
+    assert names(tmp_path) == ["iter_0000100", "iter_0000101", "iter_0000140"]
+    passing = written(tmp_path / "non_persistent" / "iter_0000130")
+    checkpointing.shutil.rmtree(str(passing))
+    assert not passing.exists()
 
 
 def test_what_others_have_saved_beside_stays(tmp_path):

@@ -25,6 +25,7 @@ from odyssey_megatron.errors import EXIT_NOT_SAVED, ConfigError
 from odyssey_megatron.mcore.loop import (
     arguments,
     checkpoint,
+    deleting,
     loading,
     saving,
     shards,
@@ -143,9 +144,8 @@ class Door:
         MegatronIncompatible, in which case nothing has been replaced.
         """
         seams.demand_all(seam_table.SEAMS)
-        for module in (span, wgrad, saving):
+        for module in (span, wgrad, saving, deleting):
             module.install()
-        saving.delete_as_a_whole()
         for seam, replacement in (
             (seam_table.VALIDATE_ARGS, self.validate_args),
             (seam_table.TRANSFORMER_CONFIG, self._stage.transformer_config),

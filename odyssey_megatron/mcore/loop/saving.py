@@ -55,24 +55,6 @@ def install() -> None:
     seams.wrap(seam_table.MAYBE_MSC, lambda original, one, name: _opening(original(one, name), name))
 
 
-def delete_as_a_whole() -> None:
-    """Make what Megatron-LM deletes lose its name before it loses a file, so that an interrupted deletion can be
-    recognized. Megatron-LM looks ``shutil`` up in its module.
-    """
-    from megatron.training import checkpointing
-
-    checkpointing.shutil = _Shutil()
-
-
-class _Shutil:
-    @staticmethod
-    def rmtree(path: str | Path) -> None:
-        _remove(Path(path))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(shutil, name)
-
-
 def check(args: Any, *, joins: bool) -> None:
     """Check that checkpoints can be written, and renamed, where ``args`` want them; first :func:`put_back`. Raises
     ConfigError.
@@ -217,12 +199,12 @@ def begin(folder: Path) -> None:
 def _sweep(folder: Path) -> None:
     put_back(folder.parent)
     for leftover in folder.parent.glob(f"{_UNFINISHED}*"):
-        _remove(leftover)
+        remove(leftover)
     for other in folder.parent.glob("iter_*"):
         with contextlib.suppress(OSError):
             other.rmdir()  # made but not filled
     if folder.name != tracked(folder.parent):  # perhaps complete, but no tracker file names it
-        _remove(folder)
+        remove(folder)
 
 
 def put_back(parent: Path) -> None:
@@ -308,7 +290,7 @@ def _is_seen(made: Path) -> bool:
 
 def _put_in_place(written: Path, folder: Path) -> None:
     if found := damage(written):
-        _remove(written)
+        remove(written)
         raise NotSaved(f"{folder} was written, but is not complete: {first_texts(found)}")
     _sync(written)
     before = folder.with_name(written.name + _BEFORE)
@@ -324,7 +306,7 @@ def _put_in_place(written: Path, folder: Path) -> None:
             before.rename(folder)
             raise
     _sync(folder.parent)
-    _remove(before)
+    remove(before)
 
 
 def _of_first_rank(work: Callable[[], Any]) -> Any:
@@ -402,7 +384,7 @@ def tracked(parent: Path) -> str:
     return f"iter_{int(text):07d}" if text.isdecimal() else text
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Rename ``path``, then remove it: a folder that has lost some files must not have a checkpoint's name."""
     if not path.name.startswith(_UNFINISHED):
         moved = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
