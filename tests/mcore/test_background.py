@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,3 +107,34 @@ def test_a_save_whose_generation_ended_is_said_and_the_one_that_is_due_begins(ra
     assert "given up: its generation ended" in why
     assert rank.begun == [2, 4]
     assert not rank.saves.not_saved
+
+
+def in_memory_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.timeout(30)
+def test_memory_of_copies_is_given_back_once_they_are_written(rank):
+    """Between saves a rank would keep a copy's size."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("memory is given back by glibc")
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    size, blocks = 4 << 20, 50
+    libc.free(libc.malloc(6 * size))  # from here on glibc takes smaller blocks from its heap
+    copies = [libc.malloc(size) for _ in range(blocks)]
+    for one in copies:
+        ctypes.memset(one, 1, size)
+    for one in copies[:-1]:
+        libc.free(one)
+    kept_bytes = in_memory_bytes()
+    rank.save(2)
+    rank.answers.set()
+    rank.saves.finalize(blocking=True)
+    freed_bytes = kept_bytes - in_memory_bytes()
+    libc.free(copies[-1])
+    assert freed_bytes > 0.9 * blocks * size

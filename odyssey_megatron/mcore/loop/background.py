@@ -11,6 +11,7 @@ and no other begins before its thread has ended, as each of them keeps a copy of
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 import time
@@ -107,6 +108,13 @@ def standing(folder: Path) -> str:
         free, size = (size_text(blocks * disk.f_frsize) for blocks in (disk.f_bavail, disk.f_blocks))
         has.append(f"{free} of {size} are free")
     return f"In {folder} {', and '.join(has)}" if has else f"{folder} cannot be read"
+
+
+def _return_memory() -> None:
+    """Give the memory of a save's copies back to the system. After the first one glibc may keep it until the next."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class Saves:
@@ -252,6 +260,7 @@ class Saves:
             return why
 
         self._say(self._on_all(work))
+        _return_memory()
 
     def _on_all(self, work: Callable[[], str]) -> str:
         """What ``work`` returns on all ranks. A storage error on one rank makes the save fail on all, with its message
