@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from odyssey_megatron.mcore.loop.arguments import save_steps
 from odyssey_megatron.mcore.settings import settings_of
 
 
@@ -22,3 +23,18 @@ def test_numbers_and_what_all_do_together_count_and_paths_and_functions_do_not()
         "lr_warmup_steps": "3",
         "seed": "7",
     }
+
+
+@pytest.mark.parametrize(
+    ("save", "persistent", "passing", "steps"),
+    [
+        ("/a", 100, 20, 20),
+        ("/a", 20, 100, 20),
+        ("/a", 100, None, 100),
+        ("/a", None, 20, 20),
+        (None, 100, 20, 0),
+    ],
+)
+def test_a_restart_loads_the_newest_checkpoint_of_either_kind(save, persistent, passing, steps):
+    args = SimpleNamespace(save=save, save_interval=persistent, non_persistent_save_interval=passing)
+    assert save_steps(args) == steps

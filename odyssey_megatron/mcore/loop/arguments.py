@@ -154,8 +154,14 @@ def job_of(
         eager_forwards=config.eager_forwards,
         slower_for_memory=config.slower_for_memory,
         optimizer_copies=optimizer_copies,
-        save_steps=(args.save_interval or 0) if args.save else 0,
+        save_steps=save_steps(args),
     )
+
+
+def save_steps(args: Any) -> int:
+    """The number of steps between two checkpoints of either kind, as a restart loads the newest; 0: none."""
+    given = filter(None, (args.save_interval, args.non_persistent_save_interval))
+    return min(given, default=0) if args.save else 0
 
 
 def moments_of(args: Any) -> dict[str, torch.dtype]:
