@@ -14,7 +14,7 @@ from odyssey_megatron.codec import from_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import ConfigError, LayersLost, PlanInfeasible
-from odyssey_megatron.plan.placing.transfer import check_living
+from odyssey_megatron.plan.placing.transfer import check_living, warm_up
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy import messages, redundancy, replacing
@@ -82,6 +82,7 @@ class PolicyPlanner:
         return self._job
 
     def start(self, job: JobSpec, state: ClusterState, profile_json: str) -> Decided:
+        warm_up()  # a rank may die before anything is rehearsed
         layout = self._config.layout
         given = _checked(from_json(Profile, profile_json), job)
         self._job = job = replace(

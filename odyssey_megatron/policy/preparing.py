@@ -8,7 +8,6 @@ from functools import partial
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState
-from odyssey_megatron.plan.placing.transfer import warm_up
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.shapes.search import search_for
@@ -33,7 +32,6 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
 
     Optional; worth calling after each change of the profile or of the membership, off the critical path.
     """
-    warm_up()
     costs = profile.costs
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     alive, likely = len(state.alive), losses(state)
