@@ -17,13 +17,13 @@ from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.case import worker_shares, worker_speeds
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import scheduled
+from odyssey_megatron.policy.preparing import prepare_for
 from odyssey_megatron.policy.routes.mixing import Mixing, judged_by
 from odyssey_megatron.policy.shapes.divide import divided
 from odyssey_megatron.policy.shapes.pipelines import ALIKE, WORTH
 from odyssey_megatron.policy.shapes.search import search_for
 from odyssey_megatron.policy.shapes.seating import place, seated
 from odyssey_megatron.policy.shapes.slide import slid
-from odyssey_megatron.policy.shapes.turns import TURNS
 
 _LEANER = 0.98
 """A fraction of the memory of the best layout: another layout must need less than that to be worth it."""
@@ -70,9 +70,8 @@ def best_plan(job: JobSpec, state: ClusterState, profile: Profile) -> Plan | Non
 
     To be called beside decisions, which go first in the part that takes long.
     """
-    job, costs = replace(job, best_layout=True, spreads_replicas=True), profile.costs
-    search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
-    TURNS.run(lambda: search.partitions(len(state.workers), job.num_microbatches, thorough=True), yields=True)
+    job = replace(job, best_layout=True, spreads_replicas=True)
+    prepare_for(len(state.workers), job, profile)
     try:
         return initial_plan(job, state, profile)
     except PlanInfeasible:

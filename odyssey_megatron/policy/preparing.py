@@ -44,7 +44,10 @@ def prepare(job: JobSpec, state: ClusterState, profile: Profile) -> None:
 
 
 def prepare_for(workers: int, job: JobSpec, profile: Profile) -> None:
-    """Search for pipelines of that many ``workers``, as a running job has when it loses some and these are left."""
+    """Search thoroughly for pipelines of that many ``workers``, as a running job has before it loses the others.
+
+    A thread that decides goes first.
+    """
     costs = profile.costs
     search = search_for(costs, costs.memory_bytes, job.optimizer_copies, revisits=job.revisits)
     search.partitions(workers, job.num_microbatches, thorough=True)

@@ -36,11 +36,11 @@ _LONGER = (1.0, 1.005, 1.01, 1.02)
 
 
 def divided(search: Search, workers: int, microbatches: int, least: int = 2) -> tuple[PipelineShapes, ...]:
-    """Return the most promising shapes over ``workers`` equal workers with at least ``least`` pipelines.
+    """Return the most promising shapes over ``workers`` equal workers with at least ``least`` pipelines, and two.
 
     There are none unless they may be worth it compared with whole microbatches.
     """
-    key = workers, microbatches, least
+    key = workers, microbatches, max(2, least)
     if key not in search.divided:
         search.divided[key] = tuple(_divided(search, *key))
     return search.divided[key]
@@ -55,7 +55,7 @@ def _divided(search: Search, workers: int, microbatches: int, least: int) -> Ite
     proved_s = cluster_bound_s(microbatches, costs, range(workers))
     known: dict[tuple[int, int], _Kind] = {}
     for turned in (search, *search.turning) if proved_s < below_s else ():
-        for number in range(max(2, least), min(workers, microbatches) + 1):
+        for number in range(least, min(workers, microbatches) + 1):
             kinds = _kinds(turned.sharing(number), workers, number, known)
             if kinds and microbatches * max(kind.hops for kind, _ in kinds) <= _MOST_VISITS:
                 one = _Alike(turned.sharing(number), kinds, microbatches, proved_s)
