@@ -68,7 +68,6 @@ MODEL_ARGS:
 
 def test_a_case_of_megatron_lm_is_read(tmp_path, capsys):
     """By the version of the checkout that it is in, with all that takes a job."""
-    pytest.importorskip("yaml")
     info = tmp_path / "megatron" / "core" / "package_info.py"
     path = tmp_path / "tests" / "functional_tests" / "test_cases" / "gpt" / "some" / "model_config.yaml"
     info.parent.mkdir(parents=True)
@@ -97,7 +96,6 @@ def test_a_case_of_megatron_lm_is_read(tmp_path, capsys):
     ],
 )
 def test_a_yaml_file_that_is_no_case_is_one_paragraph(tmp_path, text, said, capsys):
-    pytest.importorskip("yaml")
     path = tmp_path / "model_config.yaml"
     path.write_text(text)
     assert main(["doctor", "--job", str(path)]) == 2
