@@ -19,10 +19,11 @@ REROUTED = {
 } | {
     "rank0": "rank=0,step=2,at=backward,microbatch=4",
     "two-at-once": "rank=1,step=2,at=forward,microbatch=9;rank=6,step=2,at=backward,microbatch=4",
-    "again-in-the-same-step": "rank=3,step=2,at=backward,microbatch=3;rank=6,step=2,at=forward,generation=2",
+    "again-in-the-same-step": "rank=3,step=2,at=backward,microbatch=3;rank=7,step=2,at=forward,generation=2",
     "in-a-row": "rank=1,step=1,at=weight_grad,microbatch=3;rank=6,step=3,at=forward,microbatch=6",
 }  # fmt: skip
 """PP4 x DP2: ranks 0 and 1 hold the first stage, which runs its first four forwards whether or not others have begun.
+Rank 7 follows rank 3 and so has forwards left, however late that death is noticed; rank 6 may be through by then.
 """
 
 TAKEN_OVER = {
