@@ -13,8 +13,16 @@ from odyssey_megatron.plan.placing.spread import nodes_alone
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.routes.rerouting import reroute
 from odyssey_megatron.policy.score import NODE_SHARE, expected_tokens, next_loss_s
-from odyssey_megatron.policy.shapes.kinds import Slow
+from odyssey_megatron.policy.shapes.kinds import MOST_SLOW, Slow
 from odyssey_megatron.policy.shapes.search import Search, search_for
+
+MANY_WORKERS = 256
+"""Above this number of workers a job is large (``Case.is_large``)."""
+
+_FEW_WORKERS = 8
+"""Up to so many workers besides slow ones the search for places cut for these takes 0.3 s of CPU at most (Llama-2 7B on
+H100s, CPython 3.11), and to leave one out costs more.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +46,24 @@ class Case:
     rebalances: bool = False
     """Whether nobody has died or joined: speeds have changed, and the next layout is entered between two steps."""
     mixes: bool = True
-    """Whether ``mix`` may be proposed then, for which the coordinator searches for seconds and hears of no death."""
+    """Whether ``mix`` may be proposed then, for which the job's host searches for seconds."""
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
         """The living workers, ascending."""
         return self.state.alive
+
+    @property
+    def is_large(self) -> bool:
+        """Whether there are so many workers that the best shape by its estimate comes first, as its pipelines are
+        alike, and is the only shape that is laid out. Other options are then worked out only if they may win by 0.5 %.
+        """
+        return len(self.state.workers) > MANY_WORKERS
+
+    @property
+    def nobody_waits(self) -> bool:
+        """Whether the job trains meanwhile."""
+        return self.thorough or self.rebalances
 
     @cached_property
     def lost(self) -> bool:
@@ -93,6 +113,27 @@ class Case:
             for worker in self.alive
             if speeds.get(worker, 1.0) < 1.0 or worker in shares
         }
+
+    @cached_property
+    def cut_for(self) -> dict[int, Slow]:
+        """Worker -> its sort, of the slow workers for which pipelines are cut, the fastest first.
+
+        That takes a search of seconds. Where many workers wait for it, and it was not rehearsed, it is left for later
+        (:attr:`is_hasty`): slow ones then have no place, or one like all others.
+        """
+        return {} if self.is_hasty else self._fastest_slow
+
+    @cached_property
+    def is_hasty(self) -> bool:
+        """Whether a better plan may be found once nobody waits."""
+        steady, sorts = len(self.steady), [*self._fastest_slow.values()]
+        if self.nobody_waits or steady <= _FEW_WORKERS or not sorts:
+            return False
+        return not self.search.knows(steady, self.job.num_microbatches, sorts)
+
+    @property
+    def _fastest_slow(self) -> dict[int, Slow]:
+        return dict(sorted(self.slow.items(), key=lambda one: (-one[1].speed, one[0]))[:MOST_SLOW])
 
     @cached_property
     def nodes(self) -> dict[int, int]:

@@ -31,11 +31,6 @@ from odyssey_megatron.policy.shapes.shares import SLACK
 _FINALISTS = 6
 """The largest number of shapes of one policy that are scheduled in full; the others only get an estimate."""
 
-MANY_WORKERS = 256
-"""Above this number of workers the best shape by its estimate comes first, as its pipelines are alike, and is the only
-shape that is laid out. Other options are worked out only if they may win by 0.5 %.
-"""
-
 
 def best_of(
     case: Case, found: Sequence[Option], policy: str, longest_s: float
@@ -51,7 +46,7 @@ def best_of(
     def wanted(option: Option) -> bool:
         return policy in ("auto", option.policy.name) or option.policy.always
 
-    many = len(case.state.workers) > MANY_WORKERS
+    many = case.is_large
     finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
 
     def entries(options: Sequence[Option], *first: int) -> list[tuple[tuple[object, ...], int, Option]]:
@@ -99,14 +94,14 @@ def best_of(
 
 
 def _place(case: Case, option: Option, number: int, is_wanted: bool, many: bool) -> tuple[object, ...]:
-    """Return the key by which options come in order; ``many``: see :data:`MANY_WORKERS`."""
+    """Return the key by which options come in order; ``many``: see ``Case.is_large``."""
     first = (not option.policy.many_shapes, not isinstance(option.found, LaidOut)) if many else ()
     return (not is_wanted, *first, -_on_paper(option.promise(case)), number)
 
 
 def _nearer(case: Case, option: Option, many: bool) -> list[Option]:
     """Return ``option`` one step nearer to being scheduled: with a tighter bound if it has one, then drawn, also with
-    replicas apart if it has them not, then laid out. Of ``many`` workers (:data:`MANY_WORKERS`) the last two are one
+    replicas apart if it has them not, then laid out. Of ``many`` workers (``Case.is_large``) the last two are one
     step, and replicas are apart. Raises PlanInfeasible.
     """
     sketch = option.found

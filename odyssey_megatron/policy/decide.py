@@ -24,8 +24,8 @@ from odyssey_megatron.plan.scheduling.eager import assemble_eager
 from odyssey_megatron.plan.scheduling.lean import leaner
 from odyssey_megatron.plan.scheduling.order import Order, order_routes
 from odyssey_megatron.plan.sending.generation import CandidateRow
-from odyssey_megatron.policy.case import Case, in_cluster, worker_shares, worker_speeds
-from odyssey_megatron.policy.contest import MANY_WORKERS, best_of
+from odyssey_megatron.policy.case import MANY_WORKERS, Case, in_cluster, worker_shares, worker_speeds
+from odyssey_megatron.policy.contest import best_of
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.options import (
     Candidate,

@@ -20,6 +20,8 @@ class Decided:
     """Makes a plan that is better than ``plan``, for which layers must move first, behind the steps of ``plan``. None
     if there is none.
     """
+    is_hasty: bool = False
+    """Whether a better plan may be found once nobody waits (``Case.is_hasty``)."""
 
     @property
     def last(self) -> Plan:

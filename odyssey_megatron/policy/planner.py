@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -400,28 +401,34 @@ class PolicyPlanner:
         least_holders: int = 0,
     ) -> Decided:
         horizon_s = min(horizon_s, self._config.horizon_s)
-        decision = decide(
-            job=replace(self._job, least_holders=max(least_holders, self._job.least_holders)),
-            state=state,
-            previous=previous,
-            profile=self._priced(self._with_shortages(profile), state, previous.step_s, now_s),
-            config=replace(self._config, horizon_s=horizon_s),
-            now_s=now_s,
-            home=home.layout if home else None,
-            thorough=thorough,
-            rebalances=rebalances,
-        )
+        with TURNS.giving_way() if rebalances else contextlib.nullcontext():
+            decision = decide(
+                job=replace(self._job, least_holders=max(least_holders, self._job.least_holders)),
+                state=state,
+                previous=previous,
+                profile=self._priced(self._with_shortages(profile), state, previous.step_s, now_s),
+                config=replace(self._config, horizon_s=horizon_s),
+                now_s=now_s,
+                home=home.layout if home else None,
+                thorough=thorough,
+                rebalances=rebalances,
+            )
         rows = (*decision.candidates, *weighed)
         if not set(previous.layout.workers) <= set(state.alive):  # after a loss
             both = two_speed(decision, self._config)
             if both is not None and both.tokens > both.direct_tokens:
-                return Decided(plan=both.now, rows=rows_of(both, rows), target=lambda: decision.plan)
+                return Decided(
+                    plan=both.now,
+                    rows=rows_of(both, rows),
+                    target=lambda: decision.plan,
+                    is_hasty=decision.case.is_hasty,
+                )
         # Smaller cells, or ranks that have run out of memory, may lack it for the first plan's order. With slow workers
         # it is kept: otherwise nobody would go back to it once they are as fast as others again.
         is_whole = not (state.dead or decision.case.shares or self._shortages.known.factors)
         if home is not None and is_whole and decision.best.layout == home.layout:
             return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
-        return Decided(plan=decision.plan, rows=rows)
+        return Decided(plan=decision.plan, rows=rows, is_hasty=decision.case.is_hasty)
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:
         profile = self._with_shortages(self.known.newest())

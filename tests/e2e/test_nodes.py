@@ -92,7 +92,7 @@ def test_a_lost_node_is_replaced(jobs, reference, name):
 @pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_a_lost_node_is_replaced_after_a_try_with_other_settings(jobs, name):
-    agents, again = start_nodes(jobs, name, *LONG.split(), "--train-iters", 400)
+    agents, again = start_nodes(jobs, name, *LONG.split(), "--train-iters", 200)
     run_dir = jobs.folder / name
     wait_for(lambda: events(run_dir, "step_committed"), 60, "the first step")
     agents[1].kill()

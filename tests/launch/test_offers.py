@@ -96,3 +96,16 @@ def test_a_job_that_was_where_it_wants_to_be_stays(tmp_path):
     job = Job(tmp_path)
     job.asks()
     assert job.proposal() is None
+
+
+def test_a_better_plan_is_looked_for_behind_a_decision_in_haste(tmp_path):
+    """The worker that dies was not in the layout's way: by what was decided the job would stay as it is."""
+    job = Job(tmp_path)
+    job.dies(5)
+    live = job.state.live_plan
+    decided = replace(job.planner.decide(job.state.cluster, live, 1.0), target=None)
+    for is_hasty in (False, True):
+        job.offers.recovered(replace(decided, is_hasty=is_hasty), None)
+        found = job.proposal()
+        assert (found is not None) == is_hasty
+    assert any(row.chosen for row in found.rows)

@@ -17,7 +17,7 @@ import os, signal, sys
 from odyssey_megatron.launch.process import printing
 printing.spare()
 print("a line")
-print("...", end="")
+print("...", end="", flush=True)
 sys.stderr.write("an error\\n")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -51,9 +51,32 @@ def test_what_a_rank_has_printed_is_there_when_it_is_killed(run):
     assert run(DIES) == (-9, "a line\n...", "an error\n")
 
 
+TALKS = """
+from odyssey_megatron.launch.process import printing
+printing.spare()
+for number in range(3000):
+    print("rank", number, "of", 3000)
+"""
+
+
+def test_lines_of_several_ranks_do_not_get_into_one_another(tmp_path):
+    (script := tmp_path / "script.py").write_text(TALKS)
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    with (tmp_path / "out").open("ab") as out:
+        zygote = Zygote.spawn(["decimal"], env)
+        fresh = [subprocess.Popen([sys.executable, "-u", str(script)], env=env, stdout=out) for _ in range(2)]
+        forked = [
+            zygote.run(["-u", str(script)], env=env, stdout=out.name, stderr=out.name) for _ in range(2)
+        ]
+        assert [one.wait(30) for one in [*fresh, *forked]] == [0] * 4
+        zygote.close()
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert sorted(lines) == sorted(4 * [f"rank {number} of 3000" for number in range(3000)])
+
+
 def test_without_u_lines_are_kept_back_as_python_does(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", DIES],
+        [sys.executable, "-c", DIES.replace(", flush=True", "")],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": ""},
         capture_output=True,
         timeout=30,

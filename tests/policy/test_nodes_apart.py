@@ -15,7 +15,7 @@ from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.placing.redundancy import with_keepers
 from odyssey_megatron.plan.placing.spread import apart, on_one_node
-from odyssey_megatron.policy import contest
+from odyssey_megatron.policy import case
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.score import NODE_SHARE
@@ -49,7 +49,7 @@ def decided(dead: int, among: Collection[str] | None = None, **of_job: object):
 @pytest.mark.parametrize("dead", [0, 3, 5, 12])
 def test_behind_any_loss_any_node_may_be_lost(dead, many, monkeypatch):
     """Also in large jobs, where few shapes are looked at."""
-    monkeypatch.setattr(contest, "MANY_WORKERS", many)
+    monkeypatch.setattr(case, "MANY_WORKERS", many)
     decision = decided(dead)
     assert decision.best.option.policy.name in ("replan", "slide"), "layers have moved"
     assert not on_one_node(decision.best.layout, decision.case.nodes)

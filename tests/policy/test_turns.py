@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -68,3 +69,31 @@ def test_an_error_gives_the_turn_back():
     with pytest.raises(ValueError, match="no plan"):
         turns.run(lambda: int("no plan"), yields=False)
     assert turns.run(lambda: 7, yields=True) == 7
+
+
+def test_what_nobody_waits_for_gives_way():
+    turns, begun, first, done = Turns(), threading.Event(), threading.Event(), []
+
+    def behind():
+        with turns.giving_way():
+            assert turns.gives_way
+            begun.set()
+            while not first.is_set():
+                turns.pause()
+            turns.pause()
+            done.append("behind")
+        assert not turns.gives_way
+
+    def decides():
+        first.set()
+        time.sleep(0.1)
+        turns.pause()  # not for itself
+        done.append("decides")
+
+    thread = threading.Thread(target=behind)
+    thread.start()
+    assert begun.wait(10)
+    turns.run(decides, yields=False)
+    thread.join(10)
+    assert done == ["decides", "behind"]
+    assert not turns.gives_way

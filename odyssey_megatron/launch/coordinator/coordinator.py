@@ -31,6 +31,7 @@ from odyssey_megatron.errors import (
     PlanInfeasible,
 )
 from odyssey_megatron.launch.coordinator import reactions
+from odyssey_megatron.launch.coordinator.following import Following
 from odyssey_megatron.launch.coordinator.learning import Learning
 from odyssey_megatron.launch.coordinator.offers import NextPlan, Offers
 from odyssey_megatron.launch.coordinator.planner import Planner
@@ -144,11 +145,9 @@ class Coordinator:
         self._leases = Leases(control, others, config.node_lease_s, here=here, pauses=pauses)
         self._learning = Learning(planner, control, self._world_size)
         acts = config.rebalance == "auto"
-        self._offers = Offers(
-            planner,
-            Rebalancing(planner, journal, say, acts=acts, seeks=config.layout == "auto"),
-            Replacing(planner, journal, say, acts=acts, restarts=config.respawn > 0),
-        )
+        rebalancing = Rebalancing(planner, journal, say, acts=acts, seeks=config.layout == "auto")
+        replacing = Replacing(planner, journal, say, acts=acts, restarts=config.respawn > 0)
+        self._offers = Following(Offers(planner, rebalancing, replacing))
         self._unheard: list[Event] = []
         self._agreed = 0
         """Number of the newest generation whose members are known to have agreed on how far they are."""
@@ -366,14 +365,15 @@ class Coordinator:
 
     def _offer(self) -> None:
         """Offer a generation with a better plan, if there is one and the last generation is live."""
-        began_s = time.monotonic()
-        self._job, proposal = self._offers.following(self._job, self._learning.diagnosis, began_s)
+        found = self._offers.following(self._job, self._learning.diagnosis, time.monotonic())
+        if found is None:
+            return
+        self._job, proposal, took_s = found
         if proposal is not None:
-            decide_s = time.monotonic() - began_s
             self._say_what_comes_back(proposal)
             self._publish(
                 reactions.offered(
-                    self._job, proposal.plan, proposal.why, decide_s=decide_s, leaving=proposal.leaving
+                    self._job, proposal.plan, proposal.why, decide_s=took_s, leaving=proposal.leaving
                 ),
                 proposal.rows,
             )

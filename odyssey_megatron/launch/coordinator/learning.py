@@ -32,19 +32,19 @@ class _Beside:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
-        self._for: tuple[Plan, bool] | None = None
+        self._for: tuple[Plan, tuple[object, ...]] | None = None
         self._due_s = 0.0
 
-    def look(self, current: Plan, work: Callable[[], None], *, has_learned: bool = False) -> None:
-        """Start ``work`` if it is due, or was last done for another plan or value of ``has_learned``. Return at
+    def look(self, current: Plan, work: Callable[[], None], *known: object) -> None:
+        """Start ``work`` if it is due, or was last done for another plan or with other things ``known``. Return at
         once.
         """
         if self._thread is not None and self._thread.is_alive():
             return
-        is_same = self._for is not None and self._for[0] is current and self._for[1] == has_learned
+        is_same = self._for is not None and self._for[0] is current and self._for[1] == known
         if is_same and time.monotonic() < self._due_s:
             return
-        self._for = current, has_learned
+        self._for = current, known
         self._thread = threading.Thread(target=self._run, args=(work,), name=self._name, daemon=True)
         self._thread.start()
 
@@ -96,7 +96,8 @@ class Learning:
         """Learn for the next failure under plan ``current``, if that is due. Return at once."""
         state = without_fresh(state)
         self._learns.look(current, lambda: self._learn(state, current))
-        self._rehearses.look(current, lambda: self._rehearse(state, current), has_learned=self._has_learned)
+        paces = [one.pace for one in state.workers]
+        self._rehearses.look(current, lambda: self._rehearse(state, current), self._has_learned, paces)
 
     def _rehearse(self, state: ClusterState, current: Plan) -> None:
         self._planner.keep()

@@ -46,8 +46,8 @@ class Offers:
         self._target: Callable[[], Plan] | None = None
         self._why = _MOVED
         self._anew = False
-        """Whether a recovery that kept the routes has cut off the way to the target, so that one is to be looked for
-        anew.
+        """Whether a target is to be looked for: a recovery was decided on in haste, or kept the routes and has cut off
+        the way to the target before.
         """
         self._stuck: tuple[object, ...] = ()
         """A state in which cells that could be whole cannot leave: plan, living workers, fresh workers, and those
@@ -61,20 +61,25 @@ class Offers:
     def recovered(self, decided: Decided, live: Plan | None) -> None:
         """Take over the target of what is ``decided`` in a recovery.
 
-        If the job keeps its routes without a target, though it was on its way elsewhere, a target is looked for anew:
-        the worker that has died may have had a part in the one before.
+        A target is looked for anew behind a decision in haste, and if the job keeps its routes without a target, though
+        it was on its way elsewhere: the worker that has died may have had a part in that.
         """
         was_going = self._target is not None or self._anew
         stays = live is not None and decided.plan.layout.routes == live.layout.routes
         self.aim(decided.target)
-        self._anew = was_going and stays and decided.target is None
+        self._anew = decided.is_hasty or (was_going and stays and decided.target is None)
+
+    def dropped(self) -> None:
+        """Take note that what :meth:`following` returned last does not come about: the job had changed by then."""
+        self._rebalancing.dropped()
+        self._replacing.dropped()
 
     def following(
         self, job: JobState, diagnosis: Diagnosis | None, now_s: float
     ) -> tuple[JobState, NextPlan | None]:
         """Return the job with the speeds of its workers as they are known by now, and what to offer it, if anything."""
         live = job.live_plan
-        if live is None or not job.may_offer or job.tries.waits(now_s):
+        if live is None or not job.may_offer_at(now_s):
             return job, None
         cluster, better = self._rebalancing.look(diagnosis, job.cluster, live, now_s)
         job, rows, named = replace(job, cluster=cluster), tuple[CandidateRow, ...](), _named(diagnosis)

@@ -87,6 +87,10 @@ class JobState:
         cluster = self.cluster
         return self.live_plan is not None and not (cluster.offered or cluster.finished) and cluster.is_live
 
+    def may_offer_at(self, now_s: float) -> bool:
+        """Whether a generation may be offered, and the last offers have not failed too recently for it."""
+        return self.may_offer and not self.tries.waits(now_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:

@@ -106,6 +106,10 @@ class Rebalancing:
             return before, better
         return (state, better) if self._acts else (before, None)
 
+    def dropped(self) -> None:
+        """Take note that the last look led to nothing: whoever is slow is found again, but layouts are sought once."""
+        self._has_sought = False
+
     def _is_to_seek(self, diagnosis: Diagnosis, state: ClusterState) -> bool:
         """Whether to look now for a better layout by measured costs.
 

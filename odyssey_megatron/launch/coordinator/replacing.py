@@ -130,6 +130,12 @@ class Replacing:
                 return found
         return None
 
+    def dropped(self) -> None:
+        """Take note that the worker which was to leave, if any, was not asked to."""
+        for account in self._accounts.values():
+            account.offered, account.without = False, ()
+        self._looked_s = -math.inf
+
     def row(
         self, state: ClusterState, live: Plan, now_s: float, named: Named = NOBODY
     ) -> tuple[CandidateRow, ...]:

@@ -25,13 +25,14 @@ def spare() -> None:
                 continue  # the script has put something else there
             with contextlib.suppress(OSError):
                 stream.flush()
+            # By ``python -u`` a rank that is killed has written what it has printed. It writes ``print(1, 2)`` in four
+            # pieces, though, between which others may write: lines are written as they end.
+            is_raw = isinstance(stream.buffer, io.RawIOBase)
             spared = io.TextIOWrapper(
-                # By ``python -u`` nothing is kept: a rank that is killed has written what it has printed.
-                _Spared(descriptor) if stream.write_through else io.BufferedWriter(_Spared(descriptor)),
+                _Spared(descriptor) if is_raw else io.BufferedWriter(_Spared(descriptor)),
                 encoding=stream.encoding,
                 errors=stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
+                line_buffering=is_raw or stream.line_buffering,
             )
             _replaced.append(stream)
             setattr(sys, name, spared)

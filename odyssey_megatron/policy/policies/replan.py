@@ -10,7 +10,7 @@ from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.scheduling.gathers import least_late_s
 from odyssey_megatron.policy.case import Case
 from odyssey_megatron.policy.proposal import Policy, Sketch
-from odyssey_megatron.policy.shapes.kinds import MOST_SLOW, Slow, sort_of
+from odyssey_megatron.policy.shapes.kinds import Slow, sort_of
 from odyssey_megatron.policy.shapes.partition import Partition
 from odyssey_megatron.policy.shapes.seating import place
 
@@ -18,8 +18,8 @@ from odyssey_megatron.policy.shapes.seating import place
 class Replan(Policy):
     """Proposes the best shapes over all living workers, or some of them.
 
-    Each slow worker gets a place that is cut for it, or is left out. Shapes are also cut as if all workers were alike,
-    and then again for what each can do.
+    Each slow worker gets a place that is cut for it (``Case.cut_for``), or is left out. Shapes are also cut as if all
+    workers were alike, and then again for what each can do.
     """
 
     name, order, by_flag, many_shapes = "replan", 40, True, True
@@ -29,18 +29,29 @@ class Replan(Policy):
         if not (case.lost or case.speeds or case.is_larger or case.rebalances):
             return
         alive, steady, fits, microbatches = case.alive, case.steady, False, case.job.num_microbatches
-        slow = dict(sorted(case.slow.items(), key=lambda one: (-one[1].speed, one[0]))[:MOST_SLOW])
-        for found in case.search.partitions(len(alive), microbatches, thorough=case.thorough):
-            fits = True
-            yield _sketch(case, alive, found, {})
+        search, slow = case.search, case.slow
+        if not _leaves_out(case):
+            for found in search.partitions(len(alive), microbatches, thorough=case.thorough):
+                fits = True
+                yield _sketch(case, alive, found, {})
         if slow and steady:
-            for found in case.search.partitions(
+            slow = case.cut_for
+            for found in search.partitions(
                 len(steady), microbatches, [*slow.values()], thorough=case.thorough
             ):
                 fits = True
                 yield _sketch(case, steady, found, slow)
         if not fits:
-            raise PlanInfeasible(case.search.why_not(len(alive)))
+            raise PlanInfeasible(search.why_not(len(alive)))
+
+
+def _leaves_out(case: Case) -> bool:
+    """Whether shapes for equal workers are not even proposed. Large jobs lay out only one shape. With slow workers as
+    with any others a step takes about as long as the slowest of them makes it.
+    """
+    alive, steady = len(case.alive), len(case.steady)
+    slowest = min((one.speed for one in case.slow.values()), default=1.0)
+    return case.is_large and 0 < steady and alive * slowest < steady
 
 
 def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mapping[int, Slow]) -> Sketch:

@@ -20,6 +20,7 @@ from odyssey_megatron.plan.layout import Layout, Route, layout_from_routes
 from odyssey_megatron.plan.placing.memory import caps_for, minimum_bytes, state_bytes
 from odyssey_megatron.plan.scheduling.order import order_routes
 from odyssey_megatron.policy.shapes.pipelines import WORTH
+from odyssey_megatron.policy.shapes.turns import TURNS
 from odyssey_megatron.policy.shapes.ways import hops
 
 Judge = Callable[[Layout, int, float], float]
@@ -209,6 +210,7 @@ class _Search:
         return tuple(found)
 
     def _judged(self, ways: Ways) -> _Judged:
+        TURNS.pause()
         self.steps -= 1
         if ways not in self.known:
             self.known[ways] = self._judge(ways)

@@ -163,16 +163,17 @@ class Search:
         Args:
             slow: the slow workers besides ``num_workers``.
             thorough: nobody waits for it: with many workers more is looked at, which later calls then know. A thread
-                that decides goes first.
+                that decides goes first, as it does while this thread gives way (``Turns.giving_way``).
         """
         return TURNS.run(
-            lambda: self._known_partitions(num_workers, num_microbatches, slow, thorough), yields=thorough
+            lambda: self._known_partitions(num_workers, num_microbatches, slow, thorough),
+            yields=thorough or TURNS.gives_way,
         )
 
     def _known_partitions(
         self, num_workers: int, num_microbatches: int, slow: Sequence[Slow], thorough: bool
     ) -> tuple[Partition, ...]:
-        key = num_workers, num_microbatches, self.splits.sorts.numbers(sorted(slow, reverse=True))
+        key = self._key(num_workers, num_microbatches, slow)
         more = thorough and num_workers > MANY_WORKERS
         if key not in self._partitions or (more and key not in self._thorough):
             workers, microbatches, sorts = key
@@ -190,6 +191,15 @@ class Search:
             if more:
                 self._thorough.add(key)
         return self._partitions[key]
+
+    def knows(self, num_workers: int, num_microbatches: int, slow: Sequence[Slow]) -> bool:
+        """Whether :meth:`partitions` of these has been called before, so that it takes no time."""
+        return self._key(num_workers, num_microbatches, slow) in self._partitions
+
+    def _key(
+        self, num_workers: int, num_microbatches: int, slow: Sequence[Slow]
+    ) -> tuple[int, int, tuple[int, ...]]:
+        return num_workers, num_microbatches, self.splits.sorts.numbers(sorted(slow, reverse=True))
 
     def pipelines(self, num_workers: int, slow: tuple[int, ...], num_microbatches: int) -> Pipelines:
         """Return what is known of pipelines of these workers."""

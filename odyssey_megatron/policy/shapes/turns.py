@@ -27,6 +27,7 @@ class Turns:
         self._yields = False
         self._waiting = 0
         """Number of waiting threads that do not yield."""
+        self._own = threading.local()
 
     def run(self, work: Callable[[], T], *, yields: bool) -> T:
         """Return ``work()``, run while no other thread has the turn. Within other work of this thread it runs at once.
@@ -40,6 +41,30 @@ class Turns:
         while True:
             with self._turn(yields), contextlib.suppress(Preempted):
                 return work()
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether this thread is within :meth:`giving_way`."""
+        return getattr(self._own, "gives_way", False)
+
+    @contextlib.contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """Within it nobody waits for what this thread searches: decisions of other threads go first."""
+        before, self._own.gives_way = self.gives_way, True
+        try:
+            yield
+        finally:
+            self._own.gives_way = before
+
+    def pause(self) -> None:
+        """Wait while a thread that does not yield has the turn, or waits for it. For long work outside of turns."""
+        if self._owner == threading.get_ident() or not self._is_urgent():
+            return
+        with self._free:
+            self._free.wait_for(lambda: not self._is_urgent())
+
+    def _is_urgent(self) -> bool:
+        return bool(self._waiting) or (self._owner is not None and not self._yields)
 
     def check(self) -> None:
         """Raise Preempted if this thread has the turn and should leave it."""
