@@ -46,12 +46,12 @@ class Replan(Policy):
 
 
 def _leaves_out(case: Case) -> bool:
-    """Whether shapes for equal workers are not even proposed. Large jobs lay out only one shape. With slow workers as
-    with any others a step takes about as long as the slowest of them makes it.
+    """Whether shapes for equal workers are not even proposed: where only one shape is laid out, or somebody waits for
+    what is not known. With slow workers as with any others a step takes about as long as the slowest of them makes it.
     """
     alive, steady = len(case.alive), len(case.steady)
     slowest = min((one.speed for one in case.slow.values()), default=1.0)
-    return case.is_large and 0 < steady and alive * slowest < steady
+    return (case.is_large or case.is_hasty) and 0 < steady and alive * slowest < steady
 
 
 def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mapping[int, Slow]) -> Sketch:
