@@ -38,6 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis, Verdict
 from odyssey_megatron.launch.coordinator import coordinator as coordinator_module
 from odyssey_megatron.launch.coordinator.coordinator import Coordinator
 from odyssey_megatron.launch.wire import control as keys
@@ -64,7 +66,7 @@ from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.benchmarks.bars import Bar, at_most, finish
 from tests.benchmarks.going_on import go_on
-from tests.benchmarks.played_ranks import GPUS_A_NODE, MOST_S, Ranks, job_of, lost_workers
+from tests.benchmarks.played_ranks import GPUS_A_NODE, MOST_S, NUMBERS, Ranks, job_of, lost_workers
 
 CLUSTERS = (
     ("llama2-7b", 32, 1, 8, 20.0, 350),
@@ -80,11 +82,18 @@ DEAD = (1, 8, 64, "node")
 """So many workers all over the job, or all of one node, where it has several and the job survives that. Other ones in
 each repeat.
 """
-MORE_DEAD: dict[int, tuple[int | str, ...]] = {32: ("again",), 256: (12, 20, 24, 40, "again")}
+MORE_DEAD: dict[int, tuple[int | str, ...]] = {
+    32: ("again", "slow"),
+    256: (12, 20, 24, 40, "again", "slow"),
+    16384: ("slow",),
+}
 """By GPUs, incidents besides. 24 and 40 dead are as many as whole nodes have, for which decisions are rehearsed; 12 and
 20 are not. ``again``: a second worker dies as soon as there is a plan without the first one, long before what decisions
-look up has been worked out for that plan.
+look up has been worked out for that plan. ``slow``: a worker dies as soon as a better plan is on offer because another
+one is slow, long before what decisions look up has been worked out for that one's speed.
 """
+SLOWED = 1.25
+"""Times as long as before."""
 TIGHT_DEAD = (1, 8)
 """Where memory binds (``job_of``), so many of up to 256 workers of one GPU each."""
 COPIES = (0, 2)
@@ -120,6 +129,20 @@ class RehearsedPlanner(PolicyPlanner):
         super().__init__(config)
         self.known_s = math.inf
         self.rehearsed_s = math.inf
+        self.slow: int | None = None
+        """A worker that turns out to be slow: ``SLOWED``."""
+        self._looks = 0
+
+    def learn(
+        self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float
+    ) -> Diagnosis:
+        found, self._looks = super().learn(state, current, observations, now_s), self._looks + 1
+        if self.slow is None:
+            return found
+        verdict = Verdict(
+            kind=SLOW_WORKER, worker=self.slow, factor=SLOWED, found=0, evidence="by the benchmark"
+        )
+        return replace(found, verdicts=(verdict,), latest={self.slow: SLOWED}, newest=self._looks)
 
     def adopt(self, observations: Sequence[str]) -> None:
         super().adopt(observations)
@@ -183,7 +206,10 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     assert pipe.recv() == "rehearsed"
     until(lambda: planner.rehearsed_s < math.inf)
     pipe.send(planner.rehearsed_s - planner.known_s)
-    assert pipe.recv() == "clocks"
+    while (asked := pipe.recv()) != "clocks":
+        planner.slow = asked
+        until(lambda worker=asked: coordinator._job.cluster.workers[worker].pace < 1.0)
+        pipe.send("slow")
     clocks.began = clocks.taken = None
     before_ms = loop_ms()
     pipe.send("ready")
@@ -230,7 +256,7 @@ def occurs(dead: int | str, gpus: int, tp: int, pp: int) -> bool:
     """
     if dead == "node":
         return tp == 1 and gpus // pp > GPUS_A_NODE
-    return (2 if dead == "again" else int(dead)) * 4 <= gpus // tp
+    return int(NUMBERS.get(dead, dead)) * 4 <= gpus // tp
 
 
 class CountingControl(Control):
@@ -289,7 +315,8 @@ def measure(incident: Incident, repeat: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     nodes = {rank: rank // GPUS_A_NODE for rank in range(gpus)}
-    config = OdysseyConfig(node_lease_s=1e5, run_dir=folder, layout=layout)
+    rebalance = "auto" if dead == "slow" else "off"
+    config = OdysseyConfig(node_lease_s=1e5, run_dir=folder, layout=layout, rebalance=rebalance)
     process = context.Process(target=coordinate, args=(theirs, config, nodes, folder), daemon=True)
     process.start()
     try:
@@ -304,6 +331,11 @@ def measure(incident: Incident, repeat: int) -> dict[str, Any]:
         lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, repeat)
         gone = {*lost}
         number = ranks.lose_one(lost) if dead == "again" else 2
+        if dead == "slow":
+            pipe.send(lost.pop())
+            assert pipe.recv() == "slow"
+            gone = {*lost}
+            number = 3 if reader.has([keys.generation_key(2)]) else 2
         pipe.send("clocks")
         assert pipe.recv() == "ready"
         ranks.die(lost)

@@ -52,6 +52,10 @@ def job_of(
     return job, profile
 
 
+NUMBERS: dict[int | str, int | str] = {"again": 2, "slow": 2}
+"""Workers that the incident of a name is about, if that is a number."""
+
+
 class Ranks:
     """All ranks of a job, as far as the coordinator hears of them."""
 
@@ -122,7 +126,7 @@ class Ranks:
 def lost_workers(layout: Layout, dead: int | str, repeat: int) -> list[int]:
     """Over pipelines and stages, such that some owner of each slice of state is left; of a node, one GPU each."""
     workers, found = layout.workers, set[int]()
-    dead = 2 if dead == "again" else dead
+    dead = NUMBERS.get(dead, dead)
     if dead == "node":
         first = (repeat * 3 + 1) * GPUS_A_NODE % len(workers)
         return list(range(first, first + GPUS_A_NODE))

@@ -15,9 +15,10 @@ from tests.launch.played import PLAN, Job
 def looking(tmp_path):
     """A job that has lost rank 2, and whose look for the plan after that lasts until it is let."""
     job = Job(tmp_path)
-    job.begun, job.may_end = threading.Event(), threading.Event()
+    job.begun, job.may_end, job.looks = threading.Event(), threading.Event(), []
 
     def towards(state, current, target):
+        job.looks.append(target.layout.holders)
         job.begun.set()
         assert job.may_end.wait(60)
         return target
@@ -44,6 +45,7 @@ def test_a_look_that_lasts_leads_to_an_offer(looking):
     assert looking.absent(3)
     looking.may_end.set()
     assert looking.offer(3).plan.layout.holders == ((1,),)
+    assert looking.looks == [((1,),)], "one look is enough"
 
 
 def test_a_death_during_a_look_is_mended_at_once_and_the_next_look_knows_of_it(looking):
@@ -54,6 +56,7 @@ def test_a_death_during_a_look_is_mended_at_once_and_the_next_look_knows_of_it(l
     assert looking.absent(4)
     looking.may_end.set()
     assert looking.offer(4).plan.layout.holders == ((3,),)
+    assert looking.looks == [((1,),), ((3,),)]
 
 
 def test_a_job_ends_without_waiting_for_a_look(looking):

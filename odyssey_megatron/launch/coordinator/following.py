@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
@@ -58,8 +59,9 @@ class Following:
         self._look = None
         if look.error is not None:
             raise look.error
-        if look.job == job:
-            return look.found
+        if look.found is not None and _is_as_it_was(job, look.job):
+            found = look.found.job
+            return look.found._replace(job=replace(job, cluster=found.cluster, tries=found.tries))
         self._offers.dropped()
         self._note_recoveries()
         return None
@@ -68,6 +70,11 @@ class Following:
         for one in self._recoveries:
             self._offers.recovered(*one)
         self._recoveries.clear()
+
+
+def _is_as_it_was(job: JobState, before: JobState) -> bool:
+    """Whether nothing has happened since that the next plan depends on."""
+    return job.live_plan is before.live_plan and (job.cluster, job.tries) == (before.cluster, before.tries)
 
 
 class _Look:
