@@ -63,7 +63,7 @@ class Case:
     @property
     def nobody_waits(self) -> bool:
         """Whether the job trains meanwhile."""
-        return self.thorough or self.rebalances
+        return self.thorough or self.rebalances or (self.is_larger and not self.lost)
 
     @cached_property
     def lost(self) -> bool:

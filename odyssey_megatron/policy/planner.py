@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -331,6 +330,8 @@ class PolicyPlanner:
         self._shortages.add(plan, worker, self.known.used.costs, worker_shares(state))
 
     def decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
+        if TURNS.gives_way:  # nobody waits for it
+            return self._decide(state, previous, now_s)
         return TURNS.run(lambda: self._decide(state, previous, now_s), yields=False)
 
     def _decide(self, state: ClusterState, previous: Plan, now_s: float) -> Decided:
@@ -401,18 +402,17 @@ class PolicyPlanner:
         least_holders: int = 0,
     ) -> Decided:
         horizon_s = min(horizon_s, self._config.horizon_s)
-        with TURNS.giving_way() if rebalances else contextlib.nullcontext():
-            decision = decide(
-                job=replace(self._job, least_holders=max(least_holders, self._job.least_holders)),
-                state=state,
-                previous=previous,
-                profile=self._priced(self._with_shortages(profile), state, previous.step_s, now_s),
-                config=replace(self._config, horizon_s=horizon_s),
-                now_s=now_s,
-                home=home.layout if home else None,
-                thorough=thorough,
-                rebalances=rebalances,
-            )
+        decision = decide(
+            job=replace(self._job, least_holders=max(least_holders, self._job.least_holders)),
+            state=state,
+            previous=previous,
+            profile=self._priced(self._with_shortages(profile), state, previous.step_s, now_s),
+            config=replace(self._config, horizon_s=horizon_s),
+            now_s=now_s,
+            home=home.layout if home else None,
+            thorough=thorough,
+            rebalances=rebalances,
+        )
         rows = (*decision.candidates, *weighed)
         if not set(previous.layout.workers) <= set(state.alive):  # after a loss
             both = two_speed(decision, self._config)

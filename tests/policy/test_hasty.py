@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey_megatron.cluster.events import RankDied
+from odyssey_megatron.cluster.events import RankDied, RankJoined
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import apply, initial_state, with_speeds
 from odyssey_megatron.codec import to_json
@@ -14,14 +14,14 @@ from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.plan.samples import uniform_costs
 
 
-def job_of(folder, workers, speeds, stages=4, layers=16):
-    """A planner, its first plan, and the cluster in which the first worker has died and others are slow."""
+def job_of(folder, workers, speeds, stages=4, layers=16, ranks=1):
+    """A planner, its first plan, the cluster in which some workers are slow, and that without the first worker."""
     job = JobSpec(
-        num_layers=layers + 2, pipeline_model_parallel_size=stages, tensor_model_parallel_size=1,
+        num_layers=layers + 2, pipeline_model_parallel_size=stages, tensor_model_parallel_size=ranks,
         num_microbatches=4 * workers // stages, tokens_per_step=1000, train_steps=10**6,
     )  # fmt: skip
     planner = PolicyPlanner(OdysseyConfig(run_dir=str(folder), rebalance="auto"))
-    healthy = initial_state(nodes=(0,) * workers, started_s=0.0)
+    healthy = initial_state(nodes=(0,) * workers * ranks, started_s=0.0, **job.cells)
     costs = uniform_costs(layers, ends=True)
     plan = planner.start(job, healthy, to_json(Profile(costs=costs))).plan
     slow = with_speeds(healthy, speeds)
@@ -60,3 +60,17 @@ def test_a_large_job_does_without_the_slow_ones(tmp_path, speeds):
     for worker in speeds:
         left = apply(left, RankDied(rank=worker, code=-9, cause="killed", t_s=1.0))
     assert decided.last.step_s <= planner.decide(left, plan, 2.0).last.step_s
+
+
+def test_a_cell_that_comes_back_smaller_gets_a_place_that_is_cut_for_it(tmp_path):
+    """The job trains meanwhile."""
+    planner, plan, _, left = job_of(tmp_path, 14, {}, stages=2, ranks=4)
+    plan = planner.decide(left, plan, 2.0).last
+    for rank in (0, 1):
+        left = apply(left, RankJoined(rank=rank, node=0, incarnation=1, size=2))
+    decided = planner.decide(left, plan, 3.0)
+    assert not decided.is_hasty
+    assert 0 in decided.last.layout.workers
+    assert decided.last.step_s < plan.step_s
+    gone = apply(left, RankDied(rank=52, code=-9, cause="killed", t_s=4.0))
+    assert planner.decide(gone, decided.last, 4.0).is_hasty, "in the middle of a step"

@@ -12,6 +12,7 @@ from odyssey_megatron.launch.coordinator.offers import NextPlan, Offers
 from odyssey_megatron.launch.coordinator.reactions import JobState
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.decided import Decided
+from odyssey_megatron.policy.shapes.turns import TURNS
 
 _AT_ONCE_S = 0.02
 """How long the coordinator waits for a look that has just begun: most take less, and are then over within the tick."""
@@ -90,7 +91,8 @@ class _Look:
     def _run(self) -> None:
         (offers, diagnosis, now_s), began_s = self._work, time.monotonic()
         try:
-            found = offers.following(self.job, diagnosis, now_s)
+            with TURNS.giving_way():
+                found = offers.following(self.job, diagnosis, now_s)
             self.found = Found(*found, took_s=time.monotonic() - began_s)
         except Exception as error:  # noqa: BLE001 - the coordinator raises it
             self.error = error
