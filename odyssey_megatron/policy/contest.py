@@ -33,25 +33,26 @@ _FINALISTS = 6
 
 
 def best_of(
-    case: Case, found: Sequence[Option], policy: str, longest_s: float
-) -> tuple[Candidate | None, list[CandidateRow]]:
+    case: Case, found: Sequence[Option], policy: str, longest_s: float, known: Sequence[Candidate] = ()
+) -> tuple[list[Candidate], list[CandidateRow]]:
     """Find the best option by branch and bound, in order of the best score that each could have.
 
     The first option in the order is drawn, and then laid out, if it is not yet, and put back each time by its new
     bound; if it comes first again, it is scheduled. The search ends when no option left can win. An option of the
-    policy asked for comes before all others, and if one can be had, no other is scheduled. Returns the winner, and a
-    row for everything else.
+    policy asked for comes before all others, and if one can be had, no other is scheduled. Returns those that were
+    scheduled, the winner first, and a row for everything else.
+
+    ``known``: candidates of another contest, whose orders serve the same routes here.
     """
 
     def wanted(option: Option) -> bool:
         return policy in ("auto", option.policy.name) or option.policy.always
 
-    many = case.is_large
-    finalists, margin = (1, 0.005) if many else (_FINALISTS, 0.0)
+    finalists, margin = (1, 0.005) if case.is_large else (_FINALISTS, 0.0)
 
     def entries(options: Sequence[Option], *first: int) -> list[tuple[tuple[object, ...], int, Option]]:
         numbered = zip(itertools.chain(first, numbers), options, strict=False)
-        return [(_place(case, one, number, wanted(one), many), number, one) for number, one in numbered]
+        return [(_place(case, one, number, wanted(one)), number, one) for number, one in numbered]
 
     numbers = itertools.count()
     queue = entries(found)
@@ -78,30 +79,30 @@ def best_of(
         try:
             if isinstance(option.found, LaidOut):
                 shapes[option.policy.name] += 1
-                worked.append(_work_out(case, option, option.found, best, longest_s))
+                worked.append(_work_out(case, option, option.found, best, longest_s, known))
                 settled |= wanted(option)
             else:  # of equally good options those that had to be made come last
                 own = (number,) if isinstance(option.found, Drawn) else ()
-                queue += entries(_nearer(case, option, many), *own)
+                queue += entries(_nearer(case, option), *own)
                 heapify(queue)
         except PlanInfeasible as error:
             rows.append(unscored(option.name, None, f"{option.note}: {error}"))
     if not worked:
-        return None, rows
-    best_one = max(worked, key=lambda one: (_on_paper(one.score), -one.transition_s))
-    rows += [row_of(case, one, False, lost_to(one, best_one)) for one in worked if one is not best_one]
-    return best_one, rows + left_over(case, left, best_one, wanted)
+        return [], rows
+    best_one, *others = sorted(worked, key=lambda one: (-_on_paper(one.score), one.transition_s))
+    rows += [row_of(case, one, False, lost_to(one, best_one)) for one in others]
+    return [best_one, *others], rows + left_over(case, left, best_one, wanted)
 
 
-def _place(case: Case, option: Option, number: int, is_wanted: bool, many: bool) -> tuple[object, ...]:
-    """Return the key by which options come in order; ``many``: see ``Case.is_large``."""
-    first = (not option.policy.many_shapes, not isinstance(option.found, LaidOut)) if many else ()
+def _place(case: Case, option: Option, number: int, is_wanted: bool) -> tuple[object, ...]:
+    """Return the key by which options come in order."""
+    first = (not option.policy.many_shapes, not isinstance(option.found, LaidOut)) if case.is_large else ()
     return (not is_wanted, *first, -_on_paper(option.promise(case)), number)
 
 
-def _nearer(case: Case, option: Option, many: bool) -> list[Option]:
+def _nearer(case: Case, option: Option) -> list[Option]:
     """Return ``option`` one step nearer to being scheduled: with a tighter bound if it has one, then drawn, also with
-    replicas apart if it has them not, then laid out. Of ``many`` workers (``Case.is_large``) the last two are one
+    replicas apart if it has them not, then laid out. In large jobs (``Case.is_large``) the last two are one
     step, and replicas are apart. Raises PlanInfeasible.
     """
     sketch = option.found
@@ -114,7 +115,7 @@ def _nearer(case: Case, option: Option, many: bool) -> list[Option]:
     least_holders = sketch.least_holders or case.job.least_holders
     found = drawn(case, option.policy, made, least_holders=least_holders)
     others = with_replicas_apart(case, found)
-    if many:
+    if case.is_large:
         return others or [laid_out(case, found)]
     return [found, *others]
 
@@ -124,8 +125,11 @@ def _on_paper(score: float) -> float:
     return float(f"{score:.10g}")
 
 
-def _work_out(case: Case, option: Option, found: LaidOut, best: float, longest_s: float) -> Candidate:
-    """Schedule ``option`` and score it.
+def _work_out(
+    case: Case, option: Option, found: LaidOut, best: float, longest_s: float, known: Sequence[Candidate]
+) -> Candidate:
+    """Schedule ``option`` and score it. An order of the ``known`` candidates for the same routes, and for no more
+    memory, is taken over.
 
     Raises PlanInfeasible as soon as its score cannot exceed ``best``, or its step is longer than ``longest_s``.
     """
@@ -135,7 +139,7 @@ def _work_out(case: Case, option: Option, found: LaidOut, best: float, longest_s
         longest_s = min(longest_s, option.longest_step_s(case, best))
     if longest_s < math.inf:
         before_s = computed_before_s(layout, costs, longest_s * SLACK)
-    order = order_routes(
+    order = next((one.order for one in known if _serves(one.found, found)), None) or order_routes(
         layout,
         costs,
         in_flight_cap=found.caps,
@@ -146,3 +150,9 @@ def _work_out(case: Case, option: Option, found: LaidOut, best: float, longest_s
     step_s = step_end_s(layout, costs, order.done_s, order.tails())
     score = case.score(step_s, option.least_transition_s, option.fatal_share)
     return Candidate(option=option, found=found, order=order, step_s=step_s, score=score)
+
+
+def _serves(one: LaidOut, other: LaidOut) -> bool:
+    """Whether what is an order for ``one`` is one for ``other``."""
+    same = one.layout.routes == other.layout.routes
+    return same and all(one.caps[worker] <= cap for worker, cap in other.caps.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -59,6 +59,8 @@ class Decision:
     case: Case
     options: Options
     best: Candidate
+    worked: tuple[Candidate, ...]
+    """All candidates that were scheduled."""
     policy: str
     candidates: tuple[CandidateRow, ...]
     bound_s: float
@@ -230,17 +232,24 @@ def decide_at_once(
     """
     # Where some options are safer than others, or a policy was asked for, the best need not be the fastest.
     alike = config.policy == "auto" and len({one.fatal_share for one in proposed.found}) == 1
-    return _decided(direct.case, proposed, config, direct.policy, longest_s if alike else math.inf)
+    longest_s = longest_s if alike else math.inf
+    return _decided(direct.case, proposed, config, direct.policy, longest_s, direct.worked)
 
 
 def _decided(
-    case: Case, proposed: Options, config: OdysseyConfig, kept_policy: str, longest_s: float = math.inf
+    case: Case,
+    proposed: Options,
+    config: OdysseyConfig,
+    kept_policy: str,
+    longest_s: float = math.inf,
+    known: Sequence[Candidate] = (),
 ) -> Decision:
     job, profile = case.job, case.profile
-    best, rows = best_of(case, proposed.found, config.policy, longest_s)
+    worked, rows = best_of(case, proposed.found, config.policy, longest_s, known)
     rows += [unscored(name, None, reason) for name, reason in proposed.impossible]
-    if best is None:
+    if not worked:
         raise _no_plan(case, rows)
+    best = worked[0]
     ahead = None
     if job.eager_forwards:
         ahead = _assembled(best.order, best.layout, profile.costs, best.found.caps, case.speeds, True)
@@ -256,6 +265,7 @@ def _decided(
         case=case,
         options=proposed,
         best=best,
+        worked=tuple(worked),
         policy=kept_policy if best.option.policy.stays else best.option.name,
         candidates=tuple(rows),
         bound_s=cluster_bound_s(job.num_microbatches, profile.costs, case.alive, case.speeds),
