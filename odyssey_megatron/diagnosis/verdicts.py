@@ -57,6 +57,10 @@ class Verdict:
 class Diagnosis:
     """The result of a window of steps."""
 
+    def __deepcopy__(self, memo: object) -> Diagnosis:
+        """Return itself, as nothing of it changes."""
+        return self
+
     verdicts: tuple[Verdict, ...] = ()
     costs: Mapping[TimedWork, tuple[float, float]]
     """Cost of each piece on a healthy worker; see ``Fit.costs``."""

@@ -27,6 +27,10 @@ class Transfer(NamedTuple):
 class Plan:
     """What all members of a generation carry out. Equal plans have equal hashes."""
 
+    def __deepcopy__(self, memo: object) -> Plan:
+        """Return itself, as nothing of it changes."""
+        return self
+
     policy: str
     """The name of the policy that made it (``policy/``), or ``initial``."""
     layout: Layout

@@ -40,7 +40,9 @@ class Case:
     home: Layout | None = None
     """Layout of the failure-free plan, with which the job began."""
     thorough: bool = False
-    """Whether nobody waits for the decision, so that it also works out what later ones look up."""
+    """Whether it also works out what later decisions look up, as nobody waits for this one."""
+    in_haste: bool = False
+    """Whether a recovery waits for it, so that long searches are only looked up."""
     spare_holders: int = 0
     """If not 0, layouts that leave a layer with a single holder are also proposed with this many holders."""
     rebalances: bool = False
@@ -59,11 +61,6 @@ class Case:
         alike, and is the only shape that is laid out. Other options are then worked out only if they may win by 0.5 %.
         """
         return len(self.state.workers) > MANY_WORKERS
-
-    @property
-    def nobody_waits(self) -> bool:
-        """Whether the job trains meanwhile."""
-        return self.thorough or self.rebalances or (self.is_larger and not self.lost)
 
     @cached_property
     def lost(self) -> bool:
@@ -118,7 +115,7 @@ class Case:
     def cut_for(self) -> dict[int, Slow]:
         """Worker -> its sort, of the slow workers for which pipelines are cut, the fastest first.
 
-        That takes a search of seconds. Where many workers wait for it, and it was not rehearsed, it is left for later
+        That takes a search of seconds. In haste, with many workers, it is left for later if it was not rehearsed
         (:attr:`is_hasty`): slow ones then have no place, or one like all others.
         """
         return {} if self.is_hasty else self._fastest_slow
@@ -127,7 +124,7 @@ class Case:
     def is_hasty(self) -> bool:
         """Whether a better plan may be found once nobody waits."""
         steady, sorts = len(self.steady), [*self._fastest_slow.values()]
-        if self.nobody_waits or steady <= _FEW_WORKERS or not sorts:
+        if not self.in_haste or steady <= _FEW_WORKERS or not sorts:
             return False
         return not self.search.knows(steady, self.job.num_microbatches, sorts)
 

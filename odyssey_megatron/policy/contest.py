@@ -27,6 +27,7 @@ from odyssey_megatron.policy.proposal import Proposal, Sketch
 from odyssey_megatron.policy.reasons import left_over, lost_to, row_of, unscored
 from odyssey_megatron.policy.shapes.pipelines import ALIKE
 from odyssey_megatron.policy.shapes.shares import SLACK
+from odyssey_megatron.policy.shapes.turns import TURNS
 
 _FINALISTS = 6
 """The largest number of shapes of one policy that are scheduled in full; the others only get an estimate."""
@@ -63,6 +64,7 @@ def best_of(
     shapes = Counter[str]()  # number of scheduled shapes by policy
     settled = False  # an option of the policy asked for can be had
     while queue:
+        TURNS.pause()
         _, number, option = heappop(queue)
         best = max((one.score for one in worked), default=-math.inf)
         promise = option.promise(case)
@@ -131,7 +133,8 @@ def _work_out(
     """Schedule ``option`` and score it. An order of the ``known`` candidates for the same routes, and for no more
     memory, is taken over.
 
-    Raises PlanInfeasible as soon as its score cannot exceed ``best``, or its step is longer than ``longest_s``.
+    Raises PlanInfeasible as soon as the score of an order that has to be found cannot exceed ``best``, or its step is
+    longer than ``longest_s``.
     """
     costs, layout = case.profile.costs, found.layout
     before_s = None
@@ -153,6 +156,6 @@ def _work_out(
 
 
 def _serves(one: LaidOut, other: LaidOut) -> bool:
-    """Whether what is an order for ``one`` is one for ``other``."""
-    same = one.layout.routes == other.layout.routes
-    return same and all(one.caps[worker] <= cap for worker, cap in other.caps.items())
+    """Whether what is an order for ``one`` is one for ``other``: workers without routes are in orders, too."""
+    ours, theirs = ((of.layout.routes, of.layout.workers) for of in (one, other))
+    return ours == theirs and all(one.caps[worker] <= cap for worker, cap in other.caps.items())

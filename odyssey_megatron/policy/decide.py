@@ -40,7 +40,7 @@ from odyssey_megatron.policy.score import mean_time_between_failures_s
 
 _MOST_VISITS = 2048
 """The most visits of microbatches to workers for which an order that needs less memory is looked for while the job
-trains: the coordinator hears nothing meanwhile, for half a second at most.
+trains: half a second of CPU at most.
 """
 
 _WAITED_FOR = 0.005
@@ -167,6 +167,7 @@ def decide(
     home: Layout | None = None,
     thorough: bool = False,
     rebalances: bool = False,
+    in_haste: bool = False,
 ) -> Decision:
     """Return the best plan for the living workers.
 
@@ -178,6 +179,7 @@ def decide(
         thorough: whether nobody waits for the decision, so that it also works out what later ones look up. With over
             128 workers it also looks at more, and so may be a better one.
         rebalances: see ``Case.rebalances``.
+        in_haste: see ``Case.in_haste``. Only then does the plan depend on what was decided on before.
 
     Raises:
         LayersLost: some layer has no living holder (I9); names ranks.
@@ -195,6 +197,7 @@ def decide(
         thorough=thorough,
         spare_holders=config.least_holders if config.redundancy == "auto" else 0,
         rebalances=rebalances,
+        in_haste=in_haste,
         mixes="auto" in (config.rebalance, config.layout),  # else the user is only told what would be gained
     )
     _check_holders(case)

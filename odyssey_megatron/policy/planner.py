@@ -341,11 +341,14 @@ class PolicyPlanner:
             weighed = self._chosen(state, now_s)[1]
         if self._job == before:
             weighed = ()  # the rows were given before
-        if self._shortages:
+        waits = not TURNS.gives_way
+        if self._shortages and waits:  # they are for the recovery that has noted them
             return self._with_less(state, previous, now_s)
 
         def decided(profile: Profile) -> Decided:
-            return self._going_on(state, previous, profile, now_s, home=self._home, weighed=weighed)
+            return self._going_on(
+                state, previous, profile, now_s, home=self._home, weighed=weighed, in_haste=waits
+            )
 
         try:
             return self._fitting(state, decided)
@@ -398,6 +401,7 @@ class PolicyPlanner:
         weighed: tuple[CandidateRow, ...] = (),
         thorough: bool = False,
         rebalances: bool = False,
+        in_haste: bool = False,
         horizon_s: float = math.inf,
         least_holders: int = 0,
     ) -> Decided:
@@ -412,6 +416,7 @@ class PolicyPlanner:
             home=home.layout if home else None,
             thorough=thorough,
             rebalances=rebalances,
+            in_haste=in_haste,
         )
         rows = (*decision.candidates, *weighed)
         if not set(previous.layout.workers) <= set(state.alive):  # after a loss

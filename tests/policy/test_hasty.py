@@ -11,6 +11,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.planner import PolicyPlanner
+from odyssey_megatron.policy.shapes.turns import TURNS
 from tests.plan.samples import uniform_costs
 
 
@@ -68,7 +69,8 @@ def test_a_cell_that_comes_back_smaller_gets_a_place_that_is_cut_for_it(tmp_path
     plan = planner.decide(left, plan, 2.0).last
     for rank in (0, 1):
         left = apply(left, RankJoined(rank=rank, node=0, incarnation=1, size=2))
-    decided = planner.decide(left, plan, 3.0)
+    with TURNS.giving_way():
+        decided = planner.decide(left, plan, 3.0)
     assert not decided.is_hasty
     assert 0 in decided.last.layout.workers
     assert decided.last.step_s < plan.step_s

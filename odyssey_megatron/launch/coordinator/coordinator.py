@@ -47,6 +47,7 @@ from odyssey_megatron.launch.coordinator.reactions import (
 )
 from odyssey_megatron.launch.coordinator.rebalancing import Rebalancing
 from odyssey_megatron.launch.coordinator.replacing import Replacing
+from odyssey_megatron.launch.coordinator.said import Said
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire import generations
 from odyssey_megatron.launch.wire.awake import Pauses
@@ -145,9 +146,10 @@ class Coordinator:
         self._leases = Leases(control, others, config.node_lease_s, here=here, pauses=pauses)
         self._learning = Learning(planner, control, self._world_size)
         acts = config.rebalance == "auto"
-        rebalancing = Rebalancing(planner, journal, say, acts=acts, seeks=config.layout == "auto")
-        replacing = Replacing(planner, journal, say, acts=acts, restarts=config.respawn > 0)
-        self._offers = Following(Offers(planner, rebalancing, replacing))
+        said = Said(journal, say)
+        rebalancing = Rebalancing(planner, said, said.say, acts=acts, seeks=config.layout == "auto")
+        replacing = Replacing(planner, said, said.say, acts=acts, restarts=config.respawn > 0)
+        self._offers = Following(Offers(planner, rebalancing, replacing), said)
         self._unheard: list[Event] = []
         self._agreed = 0
         """Number of the newest generation whose members are known to have agreed on how far they are."""

@@ -96,8 +96,9 @@ class Learning:
         """Learn for the next failure under plan ``current``, if that is due. Return at once."""
         state = without_fresh(state)
         self._learns.look(current, lambda: self._learn(state, current))
-        paces = [one.pace for one in state.workers]
-        self._rehearses.look(current, lambda: self._rehearse(state, current), self._has_learned, paces)
+        # Not their paces, which change with what experts load them with, again and again.
+        cells = [(one.speed, one.share) for one in state.workers]
+        self._rehearses.look(current, lambda: self._rehearse(state, current), self._has_learned, cells)
 
     def _rehearse(self, state: ClusterState, current: Plan) -> None:
         self._planner.keep()

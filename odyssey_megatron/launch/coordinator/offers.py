@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -69,10 +70,21 @@ class Offers:
         self.aim(decided.target)
         self._anew = decided.is_hasty or (was_going and stays and decided.target is None)
 
-    def dropped(self) -> None:
-        """Take note that what :meth:`following` returned last does not come about: the job had changed by then."""
-        self._rebalancing.dropped()
-        self._replacing.dropped()
+    def copied(self, *shared: object) -> Offers:
+        """Return a copy of this and of all its accounts, which has the planner and what is ``shared`` in common."""
+        return copy.deepcopy(self, {id(one): one for one in (*shared, self._planner)})
+
+    def is_due(self, job: JobState, diagnosis: Diagnosis | None, now_s: float) -> bool:
+        """Whether :meth:`following` might have anything to do."""
+        cluster = job.cluster
+        return job.may_offer_at(now_s) and (
+            self._anew
+            or self._target is not None
+            or bool(cluster.fresh)
+            or self._rebalancing.is_new(diagnosis)
+            or self._replacing.is_open
+            or any(one.pace != 1.0 for one in cluster.workers if one.alive)
+        )
 
     def following(
         self, job: JobState, diagnosis: Diagnosis | None, now_s: float

@@ -13,10 +13,10 @@ from odyssey_megatron.diagnosis.lasting import COMPUTE_S, LINK_S, remaining_s
 from odyssey_megatron.diagnosis.verdicts import UNEVEN_STAGE, Diagnosis, Verdict, slow_nodes
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.coordinator.planner import Planner
+from odyssey_megatron.launch.coordinator.said import Events
 from odyssey_megatron.launch.coordinator.slow_ways import SlowWays, with_slow_ways
 from odyssey_megatron.launch.coordinator.slow_workers import LEAST_SLOWNESS, SlowWorkers
 from odyssey_megatron.launch.coordinator.slowness import Slowness
-from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.decided import Decided
@@ -57,7 +57,7 @@ class Rebalancing:
     def __init__(
         self,
         planner: Planner,
-        journal: Journal,
+        journal: Events,
         say: Callable[[str], None],
         *,
         acts: bool,
@@ -84,7 +84,7 @@ class Rebalancing:
         """Return ``state`` with the speeds that decisions go by, and a better plan than ``live``, if there is one to go
         to.
         """
-        if diagnosis is None or diagnosis is self._seen:
+        if diagnosis is None or not self.is_new(diagnosis):
             return state, None
         self._seen = diagnosis
         self._note_measured(diagnosis, now_s)
@@ -106,9 +106,9 @@ class Rebalancing:
             return before, better
         return (state, better) if self._acts else (before, None)
 
-    def dropped(self) -> None:
-        """Take note that the last look led to nothing: whoever is slow is found again, but layouts are sought once."""
-        self._has_sought = False
+    def is_new(self, diagnosis: Diagnosis | None) -> bool:
+        """Whether ``diagnosis`` was not looked at yet."""
+        return diagnosis is not None and diagnosis is not self._seen
 
     def _is_to_seek(self, diagnosis: Diagnosis, state: ClusterState) -> bool:
         """Whether to look now for a better layout by measured costs.

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.coordinator.planner import Planner
-from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.launch.coordinator.said import Events
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.policy.replacing import (
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 LONGEST_S = 30.0
-"""The most time between two looks that counts: beyond it the coordinator was busy with other things, or asleep."""
+"""The most time between two looks that counts: beyond it another look took long, or the machine was asleep."""
 _LEAST_LOST = 0.03
 """Share of the training that slowness has to cost; for less no worker leaves, however long it lasts."""
 NOT_OFTENER = 2.0
@@ -91,7 +91,7 @@ class Replacing:
     """
 
     planner: Planner
-    journal: Journal
+    journal: Events
     say: Callable[[str], None]
     acts: bool
     restarts: bool
@@ -130,11 +130,10 @@ class Replacing:
                 return found
         return None
 
-    def dropped(self) -> None:
-        """Take note that the worker which was to leave, if any, was not asked to."""
-        for account in self._accounts.values():
-            account.offered, account.without = False, ()
-        self._looked_s = -math.inf
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an account, or a worker that is waited for."""
+        return bool(self._accounts or self._away_until_s)
 
     def row(
         self, state: ClusterState, live: Plan, now_s: float, named: Named = NOBODY

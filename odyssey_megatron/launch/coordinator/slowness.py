@@ -10,7 +10,7 @@ from odyssey_megatron.diagnosis.steps import Shown, shown
 from odyssey_megatron.diagnosis.verdicts import Diagnosis
 from odyssey_megatron.errors import OdysseyError
 from odyssey_megatron.launch.coordinator.planner import Planner
-from odyssey_megatron.metrics.journal import Journal
+from odyssey_megatron.launch.coordinator.said import Events
 from odyssey_megatron.plan.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ OVER = 0.5
 class Slowness:
     """Compares verdicts with the time of steps, and reports those that are confirmed, doubted or over."""
 
-    def __init__(self, planner: Planner, journal: Journal, say: Callable[[str], None]):
+    def __init__(self, planner: Planner, journal: Events, say: Callable[[str], None]):
         self._planner, self._journal, self.say = planner, journal, say
         self._doubted: set[Hashable] = set()
         """Workers or links that are slow by their own times, but not by those of steps; the user was told once."""

@@ -29,25 +29,30 @@ class Replan(Policy):
         if not (case.lost or case.speeds or case.is_larger or case.rebalances):
             return
         alive, steady, fits, microbatches = case.alive, case.steady, False, case.job.num_microbatches
-        search, slow = case.search, case.slow
-        if not _leaves_out(case):
+        search, slow, leaves_out = case.search, case.cut_for, _leaves_out(case)
+        if not leaves_out:
             for found in search.partitions(len(alive), microbatches, thorough=case.thorough):
                 fits = True
                 yield _sketch(case, alive, found, {})
-        if slow and steady:
-            slow = case.cut_for
+        if case.slow and steady:
             for found in search.partitions(
                 len(steady), microbatches, [*slow.values()], thorough=case.thorough
             ):
                 fits = True
                 yield _sketch(case, steady, found, slow)
+        if leaves_out and not fits:  # so few have no room for it
+            for found in search.partitions(len(alive), microbatches, thorough=case.thorough):
+                fits = True
+                yield _sketch(case, alive, found, {})
         if not fits:
             raise PlanInfeasible(search.why_not(len(alive)))
 
 
 def _leaves_out(case: Case) -> bool:
-    """Whether shapes for equal workers are not even proposed: where only one shape is laid out, or somebody waits for
-    what is not known. With slow workers as with any others a step takes about as long as the slowest of them makes it.
+    """Whether shapes for equal workers are not proposed if there are others.
+
+    So it is where only one shape is laid out, or in haste. With slow workers as with any others a step takes about as
+    long as the slowest of them makes it.
     """
     alive, steady = len(case.alive), len(case.steady)
     slowest = min((one.speed for one in case.slow.values()), default=1.0)

@@ -65,5 +65,9 @@ class Sorts:
         """Return the number of each sort; new ones get the next numbers."""
         return tuple(self._known.setdefault(one, len(self._known)) for one in slow)
 
+    def known(self, slow: Sequence[Slow]) -> tuple[int, ...] | None:
+        """Return the same without giving any number; None if one has none yet."""
+        return tuple(self._known[one] for one in slow) if self._known.keys() >= {*slow} else None
+
     def __getitem__(self, number: int) -> Slow:
         return [*self._known][number]

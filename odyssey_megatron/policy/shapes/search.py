@@ -173,7 +173,7 @@ class Search:
     def _known_partitions(
         self, num_workers: int, num_microbatches: int, slow: Sequence[Slow], thorough: bool
     ) -> tuple[Partition, ...]:
-        key = self._key(num_workers, num_microbatches, slow)
+        key = num_workers, num_microbatches, self.splits.sorts.numbers(sorted(slow, reverse=True))
         more = thorough and num_workers > MANY_WORKERS
         if key not in self._partitions or (more and key not in self._thorough):
             workers, microbatches, sorts = key
@@ -194,12 +194,8 @@ class Search:
 
     def knows(self, num_workers: int, num_microbatches: int, slow: Sequence[Slow]) -> bool:
         """Whether :meth:`partitions` of these has been called before, so that it takes no time."""
-        return self._key(num_workers, num_microbatches, slow) in self._partitions
-
-    def _key(
-        self, num_workers: int, num_microbatches: int, slow: Sequence[Slow]
-    ) -> tuple[int, int, tuple[int, ...]]:
-        return num_workers, num_microbatches, self.splits.sorts.numbers(sorted(slow, reverse=True))
+        sorts = self.splits.sorts.known(sorted(slow, reverse=True))
+        return sorts is not None and (num_workers, num_microbatches, sorts) in self._partitions
 
     def pipelines(self, num_workers: int, slow: tuple[int, ...], num_microbatches: int) -> Pipelines:
         """Return what is known of pipelines of these workers."""
