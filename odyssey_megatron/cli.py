@@ -17,8 +17,10 @@ from odyssey_megatron.inputs import printable
 
 def run_and_end() -> NoReturn:
     """Run the command as a process, and exit with its code."""
-    from odyssey_megatron.launch.process.ending import exit_with
-
+    try:
+        from odyssey_megatron.launch.process.ending import exit_with
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # nothing has begun
     exit_with(main)
 
 

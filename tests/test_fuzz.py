@@ -466,6 +466,7 @@ def test_command_lines(command, tmp_path, examples):
                               "", "99999999999x8", os.devnull, str(tmp_path)]) | WORDS  # fmt: skip
     flags = st.sampled_from((*FLAGS[command], *OF_BOTH))
     start = [command, "--profile", str(profile), "--cluster", "2x2", "--pipeline-model-parallel-size", "2"]
+    start += ["--interval-s", "7200"] if command == "simulate" else []  # one trace, and not four
     codes = []
 
     def test(pairs: Any) -> None:
