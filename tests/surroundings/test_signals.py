@@ -151,7 +151,9 @@ def test_ctrl_c_while_the_launcher_starts(tmp_path, after_s):
     time.sleep(after_s)
     job.send_signal(signal.SIGINT)
     _, said = job.communicate(timeout=20)  # also of ranks, if any are left
-    if job.returncode != -signal.SIGINT or "odyssey_megatron" in said:  # else Python itself had not started yet
+    if (
+        job.returncode != -signal.SIGINT or "odyssey_megatron" in said
+    ):  # else Python itself had not started yet
         assert job.returncode == 128 + signal.SIGINT, said
     assert "odyssey_megatron/cli.py" not in said, "a traceback, and none of a rank's that has begun"
 

@@ -23,6 +23,7 @@ from odyssey_megatron.policy.decided import Decided
 _log = logging.getLogger(__name__)
 
 _MOVED = "the layers have moved"
+_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Offers:
         """Whether a target is to be looked for: a recovery was decided on in haste, or kept the routes and has cut off
         the way to the target before.
         """
+        self._looked_s = -math.inf
         self._stuck: tuple[object, ...] = ()
         """A state in which cells that could be whole cannot leave: plan, living workers, fresh workers, and those
         cells.
@@ -75,22 +77,19 @@ class Offers:
         return copy.deepcopy(self, {id(one): one for one in (*shared, self._planner)})
 
     def is_due(self, job: JobState, diagnosis: Diagnosis | None, now_s: float) -> bool:
-        """Whether :meth:`following` might have anything to do."""
-        cluster = job.cluster
-        return job.may_offer_at(now_s) and (
-            self._anew
-            or self._target is not None
-            or bool(cluster.fresh)
-            or self._rebalancing.is_new(diagnosis)
-            or self._replacing.is_open
-            or any(one.pace != 1.0 for one in cluster.workers if one.alive)
-        )
+        """Whether :meth:`following` might have anything to do. Accounts of slow and smaller cells can wait a while."""
+        if not job.may_offer_at(now_s):
+            return False
+        if self._anew or self._target or job.cluster.fresh or self._rebalancing.is_new(diagnosis):
+            return True
+        has_accounts = self._replacing.is_open or any(one.pace != 1.0 for one in job.cluster.workers)
+        return has_accounts and now_s >= self._looked_s + _EVERY_S
 
     def following(
         self, job: JobState, diagnosis: Diagnosis | None, now_s: float
     ) -> tuple[JobState, NextPlan | None]:
         """Return the job with the speeds of its workers as they are known by now, and what to offer it, if anything."""
-        live = job.live_plan
+        live, self._looked_s = job.live_plan, now_s
         if live is None or not job.may_offer_at(now_s):
             return job, None
         cluster, better = self._rebalancing.look(diagnosis, job.cluster, live, now_s)
