@@ -84,13 +84,14 @@ each repeat.
 """
 MORE_DEAD: dict[int, tuple[int | str, ...]] = {
     32: ("again", "slow"),
-    256: (12, 20, 24, 40, "again", "slow"),
-    16384: ("slow",),
+    256: (12, 20, 24, 40, "again", "slow", "smaller"),
+    16384: ("slow", "smaller"),
 }
 """By GPUs, incidents besides. 24 and 40 dead are as many as whole nodes have, for which decisions are rehearsed; 12 and
 20 are not. ``again``: a second worker dies as soon as there is a plan without the first one, long before what decisions
 look up has been worked out for that plan. ``slow``: a worker dies as soon as a better plan is on offer because another
-one is slow, long before what decisions look up has been worked out for that one's speed.
+one is slow, long before what decisions look up has been worked out for that one's speed. ``smaller``: a cell dies as
+soon as another one has come back with half of its ranks and has its place.
 """
 SLOWED = 1.25
 """Times as long as before."""
@@ -256,6 +257,8 @@ def occurs(dead: int | str, gpus: int, tp: int, pp: int) -> bool:
     """
     if dead == "node":
         return tp == 1 and gpus // pp > GPUS_A_NODE
+    if dead == "smaller" and tp == 1:
+        return False
     return int(NUMBERS.get(dead, dead)) * 4 <= gpus // tp
 
 
@@ -336,6 +339,9 @@ def measure(incident: Incident, repeat: int) -> dict[str, Any]:
             assert pipe.recv() == "slow"
             gone = {*lost}
             number = 3 if reader.has([keys.generation_key(2)]) else 2
+        if dead == "smaller":
+            number = ranks.come_back_smaller(lost.pop())
+            gone = {*lost}
         pipe.send("clocks")
         assert pipe.recv() == "ready"
         ranks.die(lost)

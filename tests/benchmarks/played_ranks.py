@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import replace
 
-from odyssey_megatron.cluster.events import GenerationLive, RankDied
+from odyssey_megatron.cluster.events import GenerationLive, RankDied, RankJoined
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.launch.wire import control as keys
@@ -21,6 +21,8 @@ from tests.plan.samples import preset_profile
 GPUS_A_NODE = 8
 MOST_S = 900.0
 """To work out what decisions look up, or to decide."""
+NO_MORE_S = 5.0
+"""What is offered behind another plan is, within that time."""
 TIGHT = 1.05
 """Times the memory that 1F1B's fullest worker needs, with messages that are kept, where memory binds."""
 
@@ -52,7 +54,7 @@ def job_of(
     return job, profile
 
 
-NUMBERS: dict[int | str, int | str] = {"again": 2, "slow": 2}
+NUMBERS: dict[int | str, int | str] = {"again": 2, "slow": 2, "smaller": 2}
 """Workers that the incident of a name is about, if that is a number."""
 
 
@@ -115,6 +117,35 @@ class Ranks:
         size = self.job.tensor_model_parallel_size
         for worker in workers:
             self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
+
+    def come_back_smaller(self, worker: int) -> int:
+        """Let ``worker`` die and come back with half of its ranks, until nothing more is offered; return the number of
+        the generation behind that.
+        """
+        size = self.job.tensor_model_parallel_size
+        ranks = range(worker * size, (worker + 1) * size)
+        others, back = [rank for rank in range(self.gpus) if rank not in ranks], ranks[: size // 2]
+        self.die([worker])
+        self.control.wait([keys.generation_key(2)], MOST_S)
+        self._enter(2, others)
+        for rank in back:
+            joined = RankJoined(rank=rank, node=rank // GPUS_A_NODE, incarnation=1, size=len(back))
+            self.control.send(joined)
+        self.control.wait([keys.generation_key(3)], MOST_S)
+        newest = 3
+        while True:
+            self._enter(newest, [*others, *back])
+            try:
+                self.control.wait([keys.generation_key(newest + 1)], NO_MORE_S)
+            except TimeoutError:
+                return newest + 1
+            newest += 1
+
+    def _enter(self, number: int, ranks: list[int]) -> None:
+        for rank in ranks:
+            self.control.send(GenerationLive(rank=rank, generation=number))
+        while self.control.store.queue_len(keys.EVENTS):
+            time.sleep(0.01)
 
     def lose_one(self, workers: list[int]) -> int:
         """Let the first of ``workers`` die, and take it out; return the number of the generation behind the next."""
