@@ -59,6 +59,10 @@ class SumTiming:
 class LinkVerdict:
     """One cause, and the links that it makes slow."""
 
+    def __deepcopy__(self, memo: object) -> LinkVerdict:
+        """Return itself, as nothing of it changes."""
+        return self
+
     kind: str
     """``slow link``, ``slow network`` or ``slow sums``."""
     links: tuple[Link, ...]

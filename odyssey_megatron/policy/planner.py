@@ -353,7 +353,7 @@ class PolicyPlanner:
         try:
             return self._fitting(state, decided)
         except PlanInfeasible:
-            if not self._shortages.known.factors:
+            if not waits or not self._shortages.known.factors:
                 raise
             # How much more memory layers take is a guess: the job tries without it, rather than to end by it.
             self._shortages = Shortages()
@@ -432,7 +432,8 @@ class PolicyPlanner:
         # it is kept: otherwise nobody would go back to it once they are as fast as others again.
         is_whole = not (state.dead or decision.case.shares or self._shortages.known.factors)
         if home is not None and is_whole and decision.best.layout == home.layout:
-            return Decided(plan=replace(home, transfers=decision.best.transfers), rows=rows)
+            plan = replace(home, transfers=decision.best.transfers)
+            return Decided(plan=plan, rows=rows, is_hasty=decision.case.is_hasty)
         return Decided(plan=decision.plan, rows=rows, is_hasty=decision.case.is_hasty)
 
     def towards(self, state: ClusterState, current: Plan, target: Plan) -> Plan:

@@ -118,6 +118,8 @@ class Clocks:
     def __init__(self) -> None:
         self.began: tuple[float, float] | None = None
         self.taken: tuple[float, float] | None = None
+        self.number = 0
+        """Of that generation."""
 
     def now(self) -> tuple[float, float]:
         return time.thread_time(), time.perf_counter()
@@ -174,7 +176,7 @@ class TimedControl(Control):
     def put(self, key: str, text: str) -> None:
         if key.startswith("generation/") and self.clocks.began is not None and self.clocks.taken is None:
             self.seal(key, text)
-            self.clocks.taken = self.clocks.now()
+            self.clocks.taken, self.clocks.number = self.clocks.now(), int(key.split("/")[1])
         super().put(key, text)
 
 
@@ -220,7 +222,7 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     assert clocks.taken is not None
     times_ms = [1e3 * (then - first) for first, then in zip(clocks.began, clocks.taken, strict=True)]
     loops_ms = sorted((before_ms, behind_ms))
-    pipe.send((*times_ms, sum(loops_ms) / 2, loops_ms[1] / loops_ms[0]))
+    pipe.send((clocks.number, *times_ms, sum(loops_ms) / 2, loops_ms[1] / loops_ms[0]))
     assert pipe.recv() == "end"
     pipe.send((torch_mb, largest_mb()))
 
@@ -277,7 +279,8 @@ def read(number: int, rank: int, tp: int, control: CountingControl) -> tuple[Gen
     control.read_bytes = 0
     gc.collect()  # of all ranks that this process plays
     cell, began_s = Cell(rank=rank, size=tp), time.thread_time()
-    generation = generations.read(control.get(keys.generation_key(number)), rank, control)
+    text = control.get(keys.generation_key(number)).removeprefix(keys.OFFER).removeprefix(keys.AGAIN)
+    generation = generations.read(text, rank, control)
     assert isinstance(generation, Generation)
     idle = cell.worker not in generation.plan.layout.workers
     assert idle or generation.plan.program(cell.worker)
@@ -333,21 +336,25 @@ def measure(incident: Incident, repeat: int) -> dict[str, Any]:
         reader = CountingControl.connect(host, port, TOKEN)
         lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, repeat)
         gone = {*lost}
-        number = ranks.lose_one(lost) if dead == "again" else 2
+        if dead == "again":
+            ranks.lose_one(lost)
         if dead == "slow":
             pipe.send(lost.pop())
             assert pipe.recv() == "slow"
-            gone = {*lost}
-            number = 3 if reader.has([keys.generation_key(2)]) else 2
         if dead == "smaller":
-            number = ranks.come_back_smaller(lost.pop())
-            gone = {*lost}
+            smaller = lost.pop()
+            ranks.come_back_smaller(
+                smaller, lambda n: smaller in read(n, 0, tp, reader)[0].plan.layout.workers
+            )
         pipe.send("clocks")
         assert pipe.recv() == "ready"
         ranks.die(lost)
-        cpu_ms, wall_ms, core_ms, unsteady = pipe.recv()
+        number, cpu_ms, wall_ms, core_ms, unsteady = pipe.recv()
         workers = [one for one in range(gpus // tp) if one not in gone]
         several, rests = read_by_some(number, workers, tp, reader)
+        assert {rank // tp for rank in several[0][0].dead} == {*lost}, (
+            "another generation than the recovery's"
+        )
         reading_ms = loop_ms()
         pipe.send("end")
         torch_mb, most_mb = pipe.recv()

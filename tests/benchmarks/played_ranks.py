@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from odyssey_megatron.cluster.events import GenerationLive, RankDied, RankJoined
@@ -21,8 +22,6 @@ from tests.plan.samples import preset_profile
 GPUS_A_NODE = 8
 MOST_S = 900.0
 """To work out what decisions look up, or to decide."""
-NO_MORE_S = 5.0
-"""What is offered behind another plan is, within that time."""
 TIGHT = 1.05
 """Times the memory that 1F1B's fullest worker needs, with messages that are kept, where memory binds."""
 
@@ -118,9 +117,9 @@ class Ranks:
         for worker in workers:
             self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
 
-    def come_back_smaller(self, worker: int) -> int:
-        """Let ``worker`` die and come back with half of its ranks, until nothing more is offered; return the number of
-        the generation behind that.
+    def come_back_smaller(self, worker: int, has_place: Callable[[int], bool]) -> None:
+        """Let ``worker`` die and come back with half of its ranks, until it ``has_place`` in a generation that all have
+        entered.
         """
         size = self.job.tensor_model_parallel_size
         ranks = range(worker * size, (worker + 1) * size)
@@ -131,15 +130,12 @@ class Ranks:
         for rank in back:
             joined = RankJoined(rank=rank, node=rank // GPUS_A_NODE, incarnation=1, size=len(back))
             self.control.send(joined)
-        self.control.wait([keys.generation_key(3)], MOST_S)
-        newest = 3
-        while True:
-            self._enter(newest, [*others, *back])
-            try:
-                self.control.wait([keys.generation_key(newest + 1)], NO_MORE_S)
-            except TimeoutError:
-                return newest + 1
-            newest += 1
+        number, is_in = 2, False
+        while not is_in:
+            number += 1
+            self.control.wait([keys.generation_key(number)], MOST_S)
+            is_in = has_place(number)
+            self._enter(number, [*others, *back] if is_in else others)
 
     def _enter(self, number: int, ranks: list[int]) -> None:
         for rank in ranks:
@@ -147,11 +143,10 @@ class Ranks:
         while self.control.store.queue_len(keys.EVENTS):
             time.sleep(0.01)
 
-    def lose_one(self, workers: list[int]) -> int:
-        """Let the first of ``workers`` die, and take it out; return the number of the generation behind the next."""
+    def lose_one(self, workers: list[int]) -> None:
+        """Let the first of ``workers`` die, and take it out."""
         self.die([workers.pop(0)])
         self.control.wait([keys.generation_key(2)], MOST_S)
-        return 3
 
 
 def lost_workers(layout: Layout, dead: int | str, repeat: int) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from odyssey_megatron.cluster.state import without
+from odyssey_megatron.cluster.state import initial_state, with_speeds, without
 from odyssey_megatron.diagnosis.verdicts import Diagnosis, Verdict
 from odyssey_megatron.launch.coordinator.following import Following
 from odyssey_megatron.launch.coordinator.offers import Offers
@@ -147,11 +147,13 @@ class Real:
 @pytest.mark.parametrize("finds", [slow_rank, slow_link, uneven_stage])
 def test_what_a_dropped_look_has_found_is_found_again(tmp_path, finds):
     job = Real(tmp_path)
-    job.looks(finds(5))
+    found_before = finds(5)
+    job.looks(found_before)
     job.changes(generation=2, newest=2)  # as a message was lost
-    assert job.ends(finds(5)) is None
+    assert job.ends(found_before) is None
     assert (job.said, [*read_journal(tmp_path)]) == ([], [])
-    assert job.following.following(job.job, None, 12.0) is None
+    assert job.following.following(job.job, found_before, 12.0) is None, "it is of another generation"
+    assert job.following._look is None
     found = job.following.following(job.job, finds(6), 13.0) or job.ends(finds(6))
     assert [one["event"] for one in read_journal(tmp_path)] == ["slowness"]
     assert found.proposal is not None
@@ -188,3 +190,68 @@ def test_a_dropped_look_leaves_the_way_that_the_job_was_on(tmp_path):
     job.changes(generation=2, newest=2)
     assert job.ends(slow_rank(5)) is None
     assert job.following._offers._target() is target
+
+
+def test_a_recovery_during_a_look_has_the_last_word(tmp_path):
+    job = Real(tmp_path)
+    job.looks(slow_rank(5))
+    left = without(job.job.cluster, {1})
+    decided = replace(job.planner.decide(left, job.job.live_plan, 1.0), target=lambda: job.job.live_plan)
+    job.following.recovered(decided, job.job.live_plan)
+    job.changes(workers=left.workers, generation=2, newest=2)
+    assert job.ends(slow_rank(5)) is None
+    assert job.following._offers._target is decided.target
+
+
+def test_looks_are_due_by_what_there_is_to_do(tmp_path):
+    job = Real(tmp_path)
+    job.may_end.set()
+    offers, seen = job.following._offers, slow_rank(4)
+    assert offers.is_due(job.job, seen, 1.0)
+    job.following.following(job.job, seen, 1.0)
+    offers = job.following._offers
+    assert not offers.is_due(job.job, seen, 100.0), "nothing is slow, and nobody is away"
+    assert offers.is_due(job.job, slow_rank(5), 100.0)
+    offers.aim(lambda: job.job.live_plan)
+    assert offers.is_due(job.job, seen, 1.1)
+    offers.aim(None)
+    for cluster in (with_speeds(job.job.cluster, {3: 0.5}), smaller(job.job.cluster)):
+        kept = replace(job.job, cluster=cluster)
+        assert not offers.is_due(kept, seen, 1.5)
+        assert offers.is_due(kept, seen, 2.1)
+    assert offers.is_due(replace(job.job, cluster=replace(job.job.cluster, fresh=frozenset({3}))), seen, 1.1)
+    failed = replace(job.job, tries=job.job.tries.after_failure(1.0, for_now=True))
+    assert not offers.is_due(failed, slow_rank(6), 2.0)
+
+
+def smaller(cluster):
+    cells = initial_state(nodes=(0,) * 2 * len(cluster.workers), cell_size=2).workers
+    return replace(cluster, workers=(cells[0].smaller(1), *cells[1:]))
+
+
+def test_a_copy_is_one_of_all_accounts(tmp_path):
+    """What it changes is not changed in what it was made of, and plans stay the same objects."""
+    job = Real(tmp_path)
+    job.may_end.set()
+    offers = job.following._offers
+    for diagnosis in (slow_link(4), slow_link(5), slow_rank(6), slow_rank(7)):
+        known, _ = offers.following(job.job, diagnosis, float(diagnosis.newest))
+        job.job = replace(job.job, cluster=known.cluster)
+    offers.following(job.job, slow_rank(8), 9.5)
+    offers._aside.note(5, (5,), 10.0)
+    copied = offers.copied(job.following._said)
+    rebalancing, replacing = copied._rebalancing, copied._replacing
+    assert rebalancing._links.slowed == offers._rebalancing._links.slowed != {}
+    assert rebalancing._workers.speeds == {5: 0.5}
+    assert replacing._known[0] is job.job.live_plan
+    assert copied._planner is replacing.planner is job.planner
+    assert rebalancing._told is rebalancing._workers._told is not offers._rebalancing._told
+    assert replacing.journal is job.following._said
+    rebalancing._links.slowed.clear()
+    rebalancing._workers.speeds.clear()
+    replacing._accounts.clear()
+    copied._aside._cells.clear()
+    assert offers._rebalancing._links.slowed
+    assert offers._rebalancing._workers.speeds
+    assert offers._replacing._accounts
+    assert offers._aside._cells

@@ -398,6 +398,7 @@ class Coordinator:
         cluster = self._job.cluster
         members, exits = {*cluster.ranks, *cluster.finished}, dict(self._job.exits)
         self._send(finished)
+        self._offers.close()
         self._planner.finish(self._learning.observations())
         says_s = time.monotonic() + _WAITS_S
         while waits := members - set(exits):

@@ -21,8 +21,10 @@ _log = logging.getLogger(__name__)
 
 _AT_ONCE_S = 0.02
 """How long the coordinator waits for a look that has just begun: most take less, and are then over within the tick."""
-_WAITING = {"joining", "joining_smaller", "incarnations", "failure_times_s"}
-"""What changes in ``ClusterState`` as ranks come and go that have no place yet: no plan depends on it."""
+_WAITING = {"joining", "joining_smaller", "returned", "incarnations", "failure_times_s"}
+"""What changes in ``ClusterState`` as ranks come and go that have no place yet. Plans depend on it by the rate of
+failures alone, and by which cells can be whole.
+"""
 
 
 class Found(NamedTuple):
@@ -67,6 +69,7 @@ class Following:
         self._look = None
         if not _is_as_it_was(job, look.job):
             self._said.forget()
+            self._offers.missed(look.diagnosis)
             if look.error is not None:
                 _log.warning("a look for a better plan, for a job that has changed since: %r", look.error)
             return None
@@ -77,22 +80,27 @@ class Following:
         self._offers = look.offers
         return look.found._replace(job=_with_what_is_known(job, look.found.job))
 
+    def close(self) -> None:
+        """Tell what a look has said that is over by now; one that is not is left alone, as the job ends."""
+        if self._look is not None and self._look.over.is_set():
+            self._said.tell()
+
 
 class _Look:
     """A look that has begun. It is not waited for when the job ends."""
 
     def __init__(self, offers: Offers, job: JobState, diagnosis: Diagnosis | None, now_s: float):
-        self.offers, self.job, self.over = offers, job, threading.Event()
+        self.offers, self.job, self.diagnosis, self.over = offers, job, diagnosis, threading.Event()
         self.found: Found | None = None
         self.error: Exception | None = None
-        self._given = diagnosis, now_s
+        self._now_s = now_s
         threading.Thread(target=self._run, name="odyssey-offer", daemon=True).start()
 
     def _run(self) -> None:
         began_s = time.monotonic()
         try:
             with TURNS.giving_way():
-                found = self.offers.following(self.job, *self._given)
+                found = self.offers.following(self.job, self.diagnosis, self._now_s)
             self.found = Found(*found, took_s=time.monotonic() - began_s)
         except Exception as error:  # noqa: BLE001 - the coordinator raises it
             self.error = error
@@ -103,6 +111,8 @@ class _Look:
 def _is_as_it_was(job: JobState, before: JobState) -> bool:
     """Whether nothing has happened since that the next plan depends on."""
     if job.live_plan is not before.live_plan or job.tries != before.tries:
+        return False
+    if job.cluster.can_be_whole != before.cluster.can_be_whole:
         return False
     names = (one.name for one in fields(ClusterState) if one.name not in _WAITING)
     return all(getattr(job.cluster, name) == getattr(before.cluster, name) for name in names)

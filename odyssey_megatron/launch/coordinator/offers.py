@@ -82,8 +82,16 @@ class Offers:
             return False
         if self._anew or self._target or job.cluster.fresh or self._rebalancing.is_new(diagnosis):
             return True
-        has_accounts = self._replacing.is_open or any(one.pace != 1.0 for one in job.cluster.workers)
-        return has_accounts and now_s >= self._looked_s + _EVERY_S
+        return now_s >= self._looked_s + _EVERY_S and (
+            self._replacing.is_open(now_s)
+            or any(one.alive and (one.missing or one.speed != 1.0) for one in job.cluster.workers)
+        )
+
+    def missed(self, diagnosis: Diagnosis | None) -> None:
+        """Take note that the look at ``diagnosis`` led to nothing, as the job has changed: the next one is of its new
+        steps.
+        """
+        self._rebalancing.missed(diagnosis)
 
     def following(
         self, job: JobState, diagnosis: Diagnosis | None, now_s: float

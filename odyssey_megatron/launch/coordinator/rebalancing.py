@@ -110,6 +110,10 @@ class Rebalancing:
         """Whether ``diagnosis`` was not looked at yet."""
         return diagnosis is not None and diagnosis is not self._seen
 
+    def missed(self, diagnosis: Diagnosis | None) -> None:
+        """Look at ``diagnosis`` no more: it is of a job that has changed since."""
+        self._seen = diagnosis
+
     def _is_to_seek(self, diagnosis: Diagnosis, state: ClusterState) -> bool:
         """Whether to look now for a better layout by measured costs.
 

@@ -130,10 +130,9 @@ class Replacing:
                 return found
         return None
 
-    @property
-    def is_open(self) -> bool:
+    def is_open(self, now_s: float) -> bool:
         """Whether there is an account, or a worker that is waited for."""
-        return bool(self._accounts or self._away_until_s)
+        return bool(self._accounts) or any(now_s < until_s for until_s in self._away_until_s.values())
 
     def row(
         self, state: ClusterState, live: Plan, now_s: float, named: Named = NOBODY

@@ -27,6 +27,10 @@ _Process = tuple[int, int]
 class Slowed:
     """The links and sums that one cause makes slow."""
 
+    def __deepcopy__(self, memo: object) -> Slowed:
+        """Return itself, as nothing of it changes: there may be tens of thousands of links."""
+        return self
+
     all: frozenset[Link]
     """All links and sums that it makes slow, also those that have not been measured."""
     longer_s: Mapping[tuple[int, int], float]
