@@ -64,7 +64,6 @@ def best_of(
     shapes = Counter[str]()  # number of scheduled shapes by policy
     settled = False  # an option of the policy asked for can be had
     while queue:
-        TURNS.pause()
         _, number, option = heappop(queue)
         best = max((one.score for one in worked), default=-math.inf)
         promise = option.promise(case)
@@ -89,11 +88,11 @@ def best_of(
                 heapify(queue)
         except PlanInfeasible as error:
             rows.append(unscored(option.name, None, f"{option.note}: {error}"))
-    if not worked:
-        return [], rows
-    best_one, *others = sorted(worked, key=lambda one: (-_on_paper(one.score), one.transition_s))
-    rows += [row_of(case, one, False, lost_to(one, best_one)) for one in others]
-    return [best_one, *others], rows + left_over(case, left, best_one, wanted)
+    worked.sort(key=lambda one: (-_on_paper(one.score), one.transition_s))
+    if worked:
+        rows += [row_of(case, one, False, lost_to(one, worked[0])) for one in worked[1:]]
+        rows += left_over(case, left, worked[0], wanted)
+    return worked, rows
 
 
 def _place(case: Case, option: Option, number: int, is_wanted: bool) -> tuple[object, ...]:
@@ -136,6 +135,7 @@ def _work_out(
     Raises PlanInfeasible as soon as the score of an order that has to be found cannot exceed ``best``, or its step is
     longer than ``longest_s``.
     """
+    TURNS.pause()
     costs, layout = case.profile.costs, found.layout
     before_s = None
     if best > -math.inf:

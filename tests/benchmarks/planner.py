@@ -313,6 +313,26 @@ class Incident(NamedTuple):
     is_tight: bool
 
 
+def before_it(
+    dead: int | str,
+    lost: list[int],
+    ranks: Ranks,
+    pipe: Connection,
+    workers_of: Callable[[int], Sequence[int]],
+) -> None:
+    """Bring about what comes before the incident, and take out of ``lost`` whom that concerns; ``workers_of``: those
+    that a generation's layout has.
+    """
+    if dead == "again":
+        ranks.lose_one(lost)
+    if dead == "slow":
+        pipe.send(lost.pop())
+        assert pipe.recv() == "slow"
+    if dead == "smaller":
+        smaller = lost.pop()
+        ranks.come_back_smaller(smaller, lambda number: smaller in workers_of(number))
+
+
 def measure(incident: Incident, repeat: int) -> dict[str, Any]:
     """One job and one incident."""
     model, gpus, tp, pp, copies, dead, layout, is_tight = incident
@@ -336,16 +356,7 @@ def measure(incident: Incident, repeat: int) -> dict[str, Any]:
         reader = CountingControl.connect(host, port, TOKEN)
         lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, repeat)
         gone = {*lost}
-        if dead == "again":
-            ranks.lose_one(lost)
-        if dead == "slow":
-            pipe.send(lost.pop())
-            assert pipe.recv() == "slow"
-        if dead == "smaller":
-            smaller = lost.pop()
-            ranks.come_back_smaller(
-                smaller, lambda n: smaller in read(n, 0, tp, reader)[0].plan.layout.workers
-            )
+        before_it(dead, lost, ranks, pipe, lambda number: read(number, 0, tp, reader)[0].plan.layout.workers)
         pipe.send("clocks")
         assert pipe.recv() == "ready"
         ranks.die(lost)
