@@ -91,7 +91,7 @@ MORE_DEAD: dict[int, tuple[int | str, ...]] = {
 20 are not. ``again``: a second worker dies as soon as there is a plan without the first one, long before what decisions
 look up has been worked out for that plan. ``slow``: a worker dies as soon as a better plan is on offer because another
 one is slow, long before what decisions look up has been worked out for that one's speed. ``smaller``: a cell dies as
-soon as another one has come back with half of its ranks and has its place.
+soon as another one has come back with half of its ranks.
 """
 SLOWED = 1.25
 """Times as long as before."""
@@ -318,10 +318,10 @@ def before_it(
     lost: list[int],
     ranks: Ranks,
     pipe: Connection,
-    workers_of: Callable[[int], Sequence[int]],
+    generation: Callable[[int], Generation],
 ) -> None:
-    """Bring about what comes before the incident, and take out of ``lost`` whom that concerns; ``workers_of``: those
-    that a generation's layout has.
+    """Bring about what comes before the incident, and take out of ``lost`` whom that concerns; ``generation`` is what a
+    rank reads of the one with a number.
     """
     if dead == "again":
         ranks.lose_one(lost)
@@ -329,8 +329,7 @@ def before_it(
         pipe.send(lost.pop())
         assert pipe.recv() == "slow"
     if dead == "smaller":
-        smaller = lost.pop()
-        ranks.come_back_smaller(smaller, lambda number: smaller in workers_of(number))
+        ranks.come_back_smaller(lost.pop(), generation)
 
 
 def measure(incident: Incident, repeat: int) -> dict[str, Any]:
@@ -356,7 +355,7 @@ def measure(incident: Incident, repeat: int) -> dict[str, Any]:
         reader = CountingControl.connect(host, port, TOKEN)
         lost = lost_workers(read(1, 0, tp, reader)[0].plan.layout, dead, repeat)
         gone = {*lost}
-        before_it(dead, lost, ranks, pipe, lambda number: read(number, 0, tp, reader)[0].plan.layout.workers)
+        before_it(dead, lost, ranks, pipe, lambda number: read(number, 0, tp, reader)[0])
         pipe.send("clocks")
         assert pipe.recv() == "ready"
         ranks.die(lost)

@@ -15,6 +15,7 @@ from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.plan.layout import Layout, megatron_layout
 from odyssey_megatron.plan.placing.memory import fullest_bytes
 from odyssey_megatron.plan.placing.redundancy import with_keepers
+from odyssey_megatron.plan.sending.generation import Generation
 from odyssey_megatron.policy.costs.measured import LinkTimes, Measured
 from odyssey_megatron.policy.costs.profile import Observation, Profile
 from tests.plan.samples import preset_profile
@@ -117,9 +118,9 @@ class Ranks:
         for worker in workers:
             self.control.send(RankDied(rank=worker * size, code=-9, cause="killed", t_s=0.0))
 
-    def come_back_smaller(self, worker: int, has_place: Callable[[int], bool]) -> None:
-        """Let ``worker`` die and come back with half of its ranks, until it ``has_place`` in a generation that all have
-        entered.
+    def come_back_smaller(self, worker: int, generation: Callable[[int], Generation]) -> None:
+        """Let ``worker`` die and come back with half of its ranks, until all have entered a ``generation``
+        that knows of it.
         """
         size = self.job.tensor_model_parallel_size
         ranks = range(worker * size, (worker + 1) * size)
@@ -130,12 +131,12 @@ class Ranks:
         for rank in back:
             joined = RankJoined(rank=rank, node=rank // GPUS_A_NODE, incarnation=1, size=len(back))
             self.control.send(joined)
-        number, is_in = 2, False
-        while not is_in:
+        number, found = 2, generation(2)
+        while not found.shapes:
             number += 1
             self.control.wait([keys.generation_key(number)], MOST_S)
-            is_in = has_place(number)
-            self._enter(number, [*others, *back] if is_in else others)
+            found = generation(number)
+            self._enter(number, list(found.members))
 
     def _enter(self, number: int, ranks: list[int]) -> None:
         for rank in ranks:
