@@ -36,6 +36,15 @@ def looking(tmp_path):
         return target
 
     job.planner.towards = towards
+    loses_one(job)
+    assert job.begun.wait(10)
+    yield job
+    job.may_end.set()
+    job.close()
+
+
+def loses_one(job):
+    """Rank 2, and trains on, with a plan to go to."""
     job.post()
     job.generation(1)
     job.live(1, 0, 1, 2, 3)
@@ -43,10 +52,6 @@ def looking(tmp_path):
     job.died(2)
     job.generation(2)
     job.live(2, 0, 1, 3)
-    assert job.begun.wait(10)
-    yield job
-    job.may_end.set()
-    job.close()
 
 
 def aims_at(job, holder):
@@ -79,13 +84,7 @@ def test_a_job_ends_without_waiting_for_a_look(looking):
 def test_an_error_of_a_look_is_one_of_the_coordinator(tmp_path):
     job = Job(tmp_path)
     job.planner.towards = lambda *given: 1 // 0
-    job.post()
-    job.generation(1)
-    job.live(1, 0, 1, 2, 3)
-    aims_at(job, 1)
-    job.died(2)
-    job.generation(2)
-    job.live(2, 0, 1, 3)
+    loses_one(job)
     assert "ZeroDivisionError" in job.end().why
     job.close()
 

@@ -97,8 +97,10 @@ class Learning:
         state = without_fresh(state)
         self._learns.look(current, lambda: self._learn(state, current))
         # Not their paces, which change with what experts load them with, again and again.
-        cells = [(one.speed, one.share) for one in state.workers]
-        self._rehearses.look(current, lambda: self._rehearse(state, current), self._has_learned, cells)
+        unlike = [
+            (one.worker, one.speed, one.share) for one in state.workers if one.missing or one.speed != 1.0
+        ]
+        self._rehearses.look(current, lambda: self._rehearse(state, current), self._has_learned, unlike)
 
     def _rehearse(self, state: ClusterState, current: Plan) -> None:
         self._planner.keep()

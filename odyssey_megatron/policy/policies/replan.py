@@ -28,24 +28,20 @@ class Replan(Policy):
         """Propose shapes after a loss, and where workers are slow, have been, or are not used yet."""
         if not (case.lost or case.speeds or case.is_larger or case.rebalances):
             return
-        alive, steady, fits, microbatches = case.alive, case.steady, False, case.job.num_microbatches
-        search, slow, leaves_out = case.search, case.cut_for, _leaves_out(case)
-        if not leaves_out:
-            for found in search.partitions(len(alive), microbatches, thorough=case.thorough):
-                fits = True
-                yield _sketch(case, alive, found, {})
-        if case.slow and steady:
+        search, microbatches, fits = case.search, case.job.num_microbatches, False
+        alike: tuple[tuple[int, ...], Mapping[int, Slow]] = (case.alive, {})
+        apart = [(case.steady, case.cut_for)] if case.slow and case.steady else []
+        leaves_out = _leaves_out(case)
+        for workers, slow in [*apart, alike] if leaves_out else [alike, *apart]:
+            if leaves_out and fits:
+                break
             for found in search.partitions(
-                len(steady), microbatches, [*slow.values()], thorough=case.thorough
+                len(workers), microbatches, [*slow.values()], thorough=case.thorough
             ):
                 fits = True
-                yield _sketch(case, steady, found, slow)
-        if leaves_out and not fits:  # so few have no room for it
-            for found in search.partitions(len(alive), microbatches, thorough=case.thorough):
-                fits = True
-                yield _sketch(case, alive, found, {})
+                yield _sketch(case, workers, found, slow)
         if not fits:
-            raise PlanInfeasible(search.why_not(len(alive)))
+            raise PlanInfeasible(search.why_not(len(case.alive)))
 
 
 def _leaves_out(case: Case) -> bool:
