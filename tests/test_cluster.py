@@ -209,9 +209,9 @@ def test_an_offer_counts_once_all_its_members_are_live_in_it(state):
     offered = offer_generation(state)
     assert (offered.generation, offered.offered, offered.offered_members) == (1, 2, {0, 1, 2, 3})
     for rank in (0, 1, 3):
-        offered = apply(offered, GenerationLive(rank=rank, generation=2))
+        offered = apply(offered, GenerationLive(ranks=(rank,), generation=2))
         assert offered.generation == 1
-    entered = apply(offered, GenerationLive(rank=2, generation=2))
+    entered = apply(offered, GenerationLive(ranks=(2,), generation=2))
     assert (entered.generation, entered.offered, entered.members, entered.is_live) == (
         2,
         0,
@@ -224,27 +224,27 @@ def test_a_loss_ends_an_offer_and_its_number_is_not_used_again(state):
     offered = offer_generation(state)
     after = next_generation(apply(offered, died(0)))
     assert (after.generation, after.offered, after.members) == (3, 0, {1, 2, 3})
-    late = apply(after, GenerationLive(rank=1, generation=2))
+    late = apply(after, GenerationLive(ranks=(1,), generation=2))
     assert late.live == frozenset()
 
 
 def test_live_once_every_member_said_so(state):
     for rank in (0, 2, 3):
-        state = apply(state, GenerationLive(rank=rank, generation=1))
+        state = apply(state, GenerationLive(ranks=(rank,), generation=1))
         assert not state.is_live
-    assert apply(state, GenerationLive(rank=1, generation=1)).is_live
+    assert apply(state, GenerationLive(ranks=(1,), generation=1)).is_live
 
 
 def test_reports_of_another_generation_do_not_count(state):
     for rank in range(4):
-        state = apply(state, GenerationLive(rank=rank, generation=0))
-        state = apply(state, GenerationLive(rank=rank, generation=2))
+        state = apply(state, GenerationLive(ranks=(rank,), generation=0))
+        state = apply(state, GenerationLive(ranks=(rank,), generation=2))
     assert state.live == frozenset()
 
 
 def test_a_new_generation_is_not_live_until_reported_again(state):
     for rank in range(4):
-        state = apply(state, GenerationLive(rank=rank, generation=1))
+        state = apply(state, GenerationLive(ranks=(rank,), generation=1))
     assert not next_generation(state).is_live
     assert next_generation(state).alive == state.alive
 
@@ -252,7 +252,7 @@ def test_a_new_generation_is_not_live_until_reported_again(state):
 def test_a_member_that_dies_before_it_reported_does_not_hold_up_the_others(state):
     """The survivors' reports are complete, but a step may only have been committed with all: no false 'live'."""
     for rank in (0, 1, 2):
-        state = apply(state, GenerationLive(rank=rank, generation=1))
+        state = apply(state, GenerationLive(ranks=(rank,), generation=1))
     before, after = state, apply(state, died(3))
     assert not before.is_live
     assert not after.is_live, "so the previous layout counts: rank 3 cannot have entered an agreement"
@@ -271,7 +271,7 @@ def random_event(rng: random.Random, ranks: int, nodes: int):
         [
             died(rank, t_s=rng.random()),
             NodeLost(node=rng.randrange(nodes), t_s=rng.random()),
-            GenerationLive(rank=rank, generation=rng.randrange(4)),
+            GenerationLive(ranks=(rank,), generation=rng.randrange(4)),
             Retry(rank=rank, generation=1, reason="x"),
             RankFinished(rank=rank, generation=rng.randrange(4)),
         ]
@@ -315,7 +315,7 @@ def test_the_order_of_deaths_does_not_matter_for_who_is_left(seed):
 
 
 def test_events_round_trip_and_strangers_are_refused():
-    events = (died(1), NodeLost(node=0, t_s=1.0), GenerationLive(rank=1, generation=2),
+    events = (died(1), NodeLost(node=0, t_s=1.0), GenerationLive(ranks=(1,), generation=2),
               RankFinished(rank=0, generation=1), RankJoined(rank=1, node=0, incarnation=2),
               OfferFailed(rank=1, generation=2, reason="x"),
               Retry(rank=1, generation=1, reason="x"))  # fmt: skip

@@ -45,7 +45,7 @@ def joined(rank: int, size: int = 0, incarnation: int = 1) -> RankJoined:
 
 def live(state: ClusterState, number: int) -> ClusterState:
     for rank in sorted(state.offered_members if number == state.offered else state.members):
-        state = apply(state, GenerationLive(rank=rank, generation=number))
+        state = apply(state, GenerationLive(ranks=(rank,), generation=number))
     return state
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from odyssey_megatron.codec import from_jsonable, to_jsonable
@@ -40,9 +42,10 @@ class NodeLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLive:
-    """``rank`` holds all its state of ``generation`` and is about to run a step in it."""
+    """``ranks`` hold all their state of ``generation`` and are about to run a step in it."""
 
-    rank: int
+    ranks: tuple[int, ...]
+    """The one that says so; or several, which the coordinator has heard of together (:func:`together`)."""
     generation: int
     done: int = 0
     """Number of pieces of common work that the job has done by then: steps, and what else all do together."""
@@ -126,6 +129,29 @@ _KINDS = {
         OfferFailed,
     )
 }
+
+
+def together(events: Iterable[Event]) -> Iterator[Event]:
+    """Return ``events`` with what ranks say one after another of one :class:`GenerationLive` as one event.
+
+    What follows from all of them is as much work as what follows from one, and a large job has many.
+    """
+    waiting: list[GenerationLive] = []
+    for event in events:
+        if waiting and not (isinstance(event, GenerationLive) and event.generation == waiting[0].generation):
+            yield _as_one(waiting)
+            waiting = []
+        if isinstance(event, GenerationLive):
+            waiting.append(event)
+        else:
+            yield event
+    if waiting:
+        yield _as_one(waiting)
+
+
+def _as_one(several: Sequence[GenerationLive]) -> GenerationLive:
+    ranks = itertools.chain.from_iterable(one.ranks for one in several)
+    return replace(several[0], ranks=tuple(ranks), done=max(one.done for one in several))
 
 
 def event_to_jsonable(event: Event) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class ClusterState:
         agreement, and the agreement needs all of them. Until then the previous layout's holders
         are still complete and current, and recovery starts from those.
         """
-        return self.members <= self.live
+        return len(self.members) <= len(self.live) and self.members <= self.live
 
     def worker_of(self, rank: int) -> WorkerState:
         """Return the worker that ``rank`` belongs to. Raises KeyError."""
@@ -301,8 +301,8 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
         case NodeLost(node=node, t_s=t_s):
             hit = (w for w in state.workers if node in (w.node, *w.other_nodes))
             return _kill(state, {rank for w in hit for rank in w.ranks + w.missing}, t_s)
-        case GenerationLive(rank=rank, generation=generation):
-            return _report_live(state, rank, generation)
+        case GenerationLive(ranks=ranks, generation=generation):
+            return _report_live(state, ranks, generation)
         case RankFinished(rank=rank, generation=generation):
             if generation not in (state.generation, state.offered):
                 return state  # the rank had finished in an earlier generation, before it had to help with this one
@@ -398,12 +398,13 @@ def offer_generation(state: ClusterState, leaving: frozenset[int] = frozenset())
     )
 
 
-def _report_live(state: ClusterState, rank: int, generation: int) -> ClusterState:
-    if generation == state.generation and rank not in state.live:
-        return replace(state, live=state.live | {rank})
+def _report_live(state: ClusterState, ranks: Collection[int], generation: int) -> ClusterState:
+    if generation == state.generation:
+        live = state.live.union(ranks)
+        return state if len(live) == len(state.live) else replace(state, live=live)
     if generation != state.offered or not state.offered:
         return state
-    live = state.offered_live | {rank}
+    live = state.offered_live.union(ranks)
     if not state.offered_members <= live:
         return replace(state, offered_live=live)
     settled = {w.worker for w in state.workers if set(w.ranks) <= state.offered_members}

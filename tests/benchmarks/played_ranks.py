@@ -109,7 +109,7 @@ class Ranks:
         control.wait([keys.generation_key(1)], 300)
         self.publish()
         for rank in range(self.gpus):
-            control.send(GenerationLive(rank=rank, generation=1))
+            control.send(GenerationLive(ranks=(rank,), generation=1))
         while control.store.queue_len(keys.EVENTS):
             time.sleep(0.01)
 
@@ -140,7 +140,7 @@ class Ranks:
 
     def _enter(self, number: int, ranks: list[int]) -> None:
         for rank in ranks:
-            self.control.send(GenerationLive(rank=rank, generation=number))
+            self.control.send(GenerationLive(ranks=(rank,), generation=number))
         while self.control.store.queue_len(keys.EVENTS):
             time.sleep(0.01)
 

@@ -143,7 +143,7 @@ class Job:
             self.control.send(event, acknowledged=True)
 
     def live(self, number, *ranks, done=0):
-        self.send(*(GenerationLive(rank=rank, generation=number, done=done) for rank in ranks))
+        self.send(*(GenerationLive(ranks=(rank,), generation=number, done=done) for rank in ranks))
 
     def died(self, *ranks, code=-9, incarnation=0):
         self.send(

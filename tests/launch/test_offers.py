@@ -51,7 +51,9 @@ class Job:
 
     def live(self):
         cluster = self.state.cluster
-        said = [GenerationLive(rank=rank, generation=cluster.generation) for rank in sorted(cluster.members)]
+        said = [
+            GenerationLive(ranks=(rank,), generation=cluster.generation) for rank in sorted(cluster.members)
+        ]
         self.state, _ = react(self.state, said, now_s=1.0)
 
     def hears(self, *events):

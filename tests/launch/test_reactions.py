@@ -45,7 +45,7 @@ def begun(cell_size: int = 1) -> tuple[JobState, Generation]:
 
 
 def all_live(job: JobState, number: int, done: int = 0) -> JobState:
-    events = [GenerationLive(rank=rank, generation=number, done=done) for rank in job.cluster.ranks]
+    events = [GenerationLive(ranks=(rank,), generation=number, done=done) for rank in job.cluster.ranks]
     return react(job, events, now_s=0.0)[0]
 
 
@@ -105,7 +105,7 @@ def test_whoever_may_come_yet_is_waited_for(all_come):
         if isinstance(actions[-1], Stop):
             break
         job, _ = published(job, PLAN, "asked for")
-        late = [GenerationLive(rank=1, generation=job.cluster.generation), replace(asked, rank=2)]
+        late = [GenerationLive(ranks=(1,), generation=job.cluster.generation), replace(asked, rank=2)]
         for others in ([], late):
             assert not react(job, others, now_s=5.5 * round + 1.0)[1], "nothing is to be done"
     assert round == (20 if all_come else 115)
@@ -117,10 +117,36 @@ def test_that_a_rank_is_live_is_noted_without_a_look_at_all_others(monkeypatch):
     job, _ = begun()
     looked = []
     monkeypatch.setattr(ClusterState, "ranks", property(looked.append))
-    job, actions = react(job, [GenerationLive(rank=3, generation=1)], now_s=0.0)
+    job, actions = react(job, [GenerationLive(ranks=(3,), generation=1)], now_s=0.0)
     assert job.cluster.live == {3}
     assert not looked
     assert not actions
+
+
+@given(
+    st.lists(
+        st.builds(
+            GenerationLive,
+            ranks=st.tuples(st.integers(0, len(NODES) - 1)),
+            generation=st.integers(0, 3),
+            done=st.integers(0, 5),
+        ),
+        min_size=1,
+    ),
+    st.booleans(),
+)
+def test_reports_together_are_as_one_by_one(events, is_offered):
+    job = all_live(begun()[0], 1)
+    if is_offered:
+        job, _ = offered(job, PLAN, "better", decide_s=0.0)
+    else:
+        job, _ = react(job, [RankDied(rank=3, code=-9, cause="killed")], now_s=0.0)
+        job, _ = published(job, PLAN, "failure", dead=(3,))
+    several, actions = job, []
+    for event in events:
+        several, more = react(several, [event], now_s=1.0)
+        actions += more
+    assert react(job, events, now_s=1.0) == (several, actions)
 
 
 def test_who_waits_to_be_filled_has_not_finished_the_job():
@@ -188,7 +214,7 @@ def events_of(numbers: st.SearchStrategy[int]) -> st.SearchStrategy:
             incarnation=st.integers(0, 3),
         ),
         st.builds(NodeLost, node=st.integers(0, 2)),
-        st.builds(GenerationLive, rank=rank, generation=numbers, done=st.integers(0, 5)),
+        st.builds(GenerationLive, ranks=st.tuples(rank), generation=numbers, done=st.integers(0, 5)),
         st.builds(Retry, rank=rank, generation=numbers, reason=st.just("lost")),
         st.builds(RankFinished, rank=rank, generation=numbers),
         st.builds(RankJoined, rank=rank, node=st.integers(0, 2), incarnation=st.integers(1, 3)),
@@ -277,7 +303,7 @@ def test_generations_before_the_live_one_are_forgotten_though_a_rank_waits_for_a
     job, _ = published(job, PLAN, "failure", dead=(4,))
 
     def lives(job, number, members):
-        events = [GenerationLive(rank=rank, generation=number) for rank in members]
+        events = [GenerationLive(ranks=(rank,), generation=number) for rank in members]
         return react(job, events, now_s=4.0)
 
     assert lives(job, 4, (0, 1, 2))[1] == []
@@ -296,7 +322,7 @@ def test_a_smaller_cell_that_leaves_is_not_lost():
     job, generation = offered(job, PLAN, "whole again", decide_s=0.0, leaving=job.cluster.can_be_whole)
     assert generation.members == (0, 1, 4, 5)
     gone = RankDied(rank=2, code=EXIT_FENCED, cause="exit")
-    live = [GenerationLive(rank=rank, generation=4) for rank in (0, 1, 4, 5)]
+    live = [GenerationLive(ranks=(rank,), generation=4) for rank in (0, 1, 4, 5)]
     for at in range(5):  # whenever its end is heard of
         after, actions = react(job, [*live[:at], gone, *live[at:]], now_s=4.0)
         assert all(isinstance(one, Forget) for one in actions), actions

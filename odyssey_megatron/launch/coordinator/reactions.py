@@ -19,6 +19,7 @@ from odyssey_megatron.cluster.events import (
     RankFinished,
     RankJoined,
     Retry,
+    together,
 )
 from odyssey_megatron.cluster.state import (
     ClusterState,
@@ -158,7 +159,7 @@ def react(
     """
     before, actions, wanted, lost, patience_s = job.cluster, list[Action](), "", set[int](), 0.0
     full = _full(job, events)
-    for event in events:
+    for event in together(events):
         if isinstance(event, Retry) and event.generation in (before.generation, before.offered):
             wanted = f"rank {event.rank} asked for it: {event.reason}"
             patience_s = max(patience_s, event.patience_s)

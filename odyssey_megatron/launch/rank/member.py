@@ -323,7 +323,7 @@ class Member:
             self._control.put(keys.joined_key(self.rank), "")
         self._watch.settled = True
         ago_s = None if self.agreed_s is None else time.monotonic() - self.agreed_s
-        live = GenerationLive(rank=self.rank, generation=number, done=done, agreed_ago_s=ago_s)
+        live = GenerationLive(ranks=(self.rank,), generation=number, done=done, agreed_ago_s=ago_s)
         self._control.send(live, acknowledged=True)
 
     def finish(self, number: int, early: int = -1) -> None:
