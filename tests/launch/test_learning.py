@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from odyssey_megatron.cluster.state import SlowSums, initial_state
+from odyssey_megatron.launch.coordinator.learning import Learning
 from tests.launch.played import PLAN, Job
 
 SEEN = tuple(f"seen by {rank}" for rank in range(4))
@@ -88,6 +91,35 @@ def test_decisions_are_worked_out_anew_once_costs_are_measured(tmp_path):
         job.publish(text)
     assert ended == [False, True]
     job.close()
+
+
+@pytest.mark.parametrize(
+    "slow", [{"slow_links": ((0, 1, 0.5),)}, {"slow_sums": (SlowSums((0, 2), True, 2.0),)}]
+)
+def test_decisions_are_worked_out_anew_once_links_are_slow(slow):
+    rehearsed = []
+
+    class Planner:
+        def learn(self, *args):
+            pass
+
+        keep = learn
+
+        def rehearse(self, state, *args):
+            """After which it is due again in six seconds."""
+            rehearsed.append(state)
+            began_s = time.thread_time()
+            while time.thread_time() < began_s + 0.3:
+                pass
+
+    learning, before = Learning(Planner(), None, 0), initial_state(nodes=(0, 0, 1, 1))
+    for state in (before, replace(before, **slow)):
+        deadline_s = time.monotonic() + 5
+        while state not in rehearsed and time.monotonic() < deadline_s:
+            learning.look(state, PLAN)
+            time.sleep(0.05)
+    learning.close()
+    assert rehearsed == [before, replace(before, **slow)]
 
 
 def test_what_goes_wrong_in_it_costs_the_job_nothing(started, caplog):

@@ -206,8 +206,10 @@ def test_a_large_healthy_job_is_no_slower_than_with_a_worker_less():
 
 @pytest.mark.parametrize("memory_is_known", [False, True])
 def test_a_sketch_promises_no_more_than_its_layout_keeps(memory_is_known):
-    """Where other pipelines leave it more memory than it would have alone, and where links are slow."""
-    rng, shorter = random.Random(5), 0
+    """Where other pipelines leave it more memory than it would have alone, and where links are slow; but for a recovery
+    that waits, which goes by estimates.
+    """
+    rng, shorter, more = random.Random(5), 0, 0
     for _ in range(25):
         kinds = [
             layer(rng.uniform(0.2, 2.0), rng.uniform(0.2, 2.0), rng.uniform(0.2, 2.0), 3) for _ in range(6)
@@ -246,4 +248,10 @@ def test_a_sketch_promises_no_more_than_its_layout_keeps(memory_is_known):
             step_s = scheduled("test", made, (), state, case.profile).step_s
             assert sketch.least_step_s <= step_s * (1 + 1e-9), sketch.note
             shorter += made.lengths != home.lengths
+        for sketch, hasty in zip(
+            replan.POLICY.propose(case), replan.POLICY.propose(replace(case, in_haste=True)), strict=True
+        ):
+            assert hasty.least_step_s >= sketch.least_step_s
+            more += hasty.least_step_s > sketch.least_step_s
     assert shorter
+    assert bool(more) == memory_is_known

@@ -100,7 +100,8 @@ class Learning:
         unlike = [
             (one.worker, one.speed, one.share) for one in state.workers if one.missing or one.speed != 1.0
         ]
-        self._rehearses.look(current, lambda: self._rehearse(state, current), self._has_learned, unlike)
+        known = (self._has_learned, unlike, state.slow_links, state.slow_sums)
+        self._rehearses.look(current, lambda: self._rehearse(state, current), *known)
 
     def _rehearse(self, state: ClusterState, current: Plan) -> None:
         self._planner.keep()

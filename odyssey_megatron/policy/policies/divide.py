@@ -17,7 +17,7 @@ class Divide(Policy):
     name, order = "divide", 45
 
     def propose(self, case: Case) -> Iterable[Sketch]:
-        """Propose shapes after a change, if workers are alike, and so are links."""
+        """Propose shapes after a change, if workers are alike."""
         if not case.recuts_alike:
             return
         for shape in divided(case.search, len(case.alive), case.job.num_microbatches):

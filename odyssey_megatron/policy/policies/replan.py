@@ -52,7 +52,7 @@ def _leaves_out(case: Case) -> bool:
     """
     alive, steady = len(case.alive), len(case.steady)
     slowest = min((one.speed for one in case.slow.values()), default=1.0)
-    return (case.is_large or case.is_hasty) and 0 < steady and alive * slowest < steady
+    return (case.is_large or case.cuts_later) and 0 < steady and alive * slowest < steady
 
 
 def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mapping[int, Slow]) -> Sketch:
@@ -70,7 +70,7 @@ def _sketch(case: Case, workers: tuple[int, ...], found: Partition, slow: Mappin
         note += f" without {without} slow"
     speeds = None if slow else case.speeds
     # The estimate knows neither how much memory the fullest worker of other pipelines leaves, nor slow links.
-    is_exact = costs.memory_bytes is not None and not costs.slow_links
+    is_exact = costs.memory_bytes is not None and (not costs.slow_links or case.goes_by_estimates)
     least_s = (found.estimate_s if is_exact else found.least_s) + costs.agreement_s
     if speeds or not is_exact:
         bound_s = cluster_bound_s(case.job.num_microbatches, costs, case.alive, case.speeds)

@@ -17,7 +17,7 @@ class Slide(Policy):
     name, order = "slide", 46
 
     def propose(self, case: Case) -> Iterable[Sketch]:
-        """Propose the best shape after a change, if workers are alike, and so are links."""
+        """Propose the best shape after a change, if workers are alike."""
         if not case.recuts_alike:
             return
         shape = slid(case.search, len(case.alive), case.job.num_microbatches, thorough=case.thorough)
