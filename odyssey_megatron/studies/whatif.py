@@ -96,11 +96,10 @@ def _remedy(scenario: Scenario) -> str:
     of_state += [] if config.redundancy == "off" else [f"no --odyssey-redundancy {config.redundancy}"]
     less = f"Of state, {' or '.join(of_state)} leaves less on each. " if of_state else ""
     return (
-        f"{less}Of activations, a smaller --micro-batch-size or a larger --context-parallel-size does, and "
-        "recomputation does not: what one microbatch has computed again stays until its weight gradients. Of both, "
-        "more GPUs with more stages or a larger tensor size. A smaller --odyssey-memory-headroom-percent lets plans "
-        "use more. Of this a job would only warn, and start without regard to memory."
-        + "".join(f" Note: {one}." for one in scenario.notes)
+        f"{less}Of activations, a smaller --micro-batch-size, a larger --context-parallel-size or "
+        "--recompute-granularity full does. Of both, more GPUs with more stages or a larger tensor size. A smaller "
+        "--odyssey-memory-headroom-percent lets plans use more. Of this a job would only warn, and start without "
+        "regard to memory." + "".join(f" Note: {one}." for one in scenario.notes)
     )
 
 

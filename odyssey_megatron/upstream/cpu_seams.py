@@ -1,4 +1,4 @@
-"""The seams of attention on ``--odyssey-device cpu``: part of ``seam_table.SEAMS``."""
+"""The seams of attention, and of what is compiled, on ``--odyssey-device cpu``: part of ``seam_table.SEAMS``."""
 
 from __future__ import annotations
 
@@ -38,5 +38,17 @@ GET_BATCH_PER_DOCUMENT = Seam(
     why=_PACKED,
     signatures={"0.16": None, "0.19": "batch cp_group"},
     only_if="--odyssey-device cpu with --context-parallel-size",
+)
+COMPILE_HELPERS = Seam(
+    target="megatron.core.datasets.utils:compile_helpers",
+    why="the wheel of megatron-core has the compiled helpers and no Makefile",
+    signatures={"0.16": ""},
+    only_if="--odyssey-device cpu",
+)
+FUSED_KERNELS_LOAD = Seam(
+    target="megatron.legacy.fused_kernels:load",
+    why="--odyssey-device cpu has no nvcc to build them with",
+    signatures={"0.16": "args", "0.17": None},
+    only_if="--odyssey-device cpu",
 )
 CPU_SEAMS = tuple(value for value in list(globals().values()) if isinstance(value, Seam))

@@ -236,6 +236,12 @@ LINEAR_BACKWARD = Seam(
     why="weight gradients apart from input gradients fill the pipeline's bubbles",
     signatures={"0.16": "ctx grad_output"},
 )
+CHECKPOINT_BACKWARD = Seam(
+    target="megatron.core.tensor_parallel.random:CheckpointFunction.backward",
+    why="what is computed again has its weight gradients at once, so that it need not be kept",
+    signatures={"0.16": "ctx"},
+    open=True,
+)
 CALCULATE_LOGITS_MAX = Seam(
     target="megatron.core.tensor_parallel.cross_entropy:VocabParallelCrossEntropy.calculate_logits_max",
     why="--odyssey-float64 keeps the loss in float64",
@@ -481,18 +487,6 @@ TORCH_NORM = Seam(
     why="--odyssey-device cpu has no norm that says that it knows sequence parallelism",
     signatures={"0.16": "cls config hidden_size"},
     open=True,
-    only_if="--odyssey-device cpu",
-)
-COMPILE_HELPERS = Seam(
-    target="megatron.core.datasets.utils:compile_helpers",
-    why="the wheel of megatron-core has the compiled helpers and no Makefile",
-    signatures={"0.16": ""},
-    only_if="--odyssey-device cpu",
-)
-FUSED_KERNELS_LOAD = Seam(
-    target="megatron.legacy.fused_kernels:load",
-    why="--odyssey-device cpu has no nvcc to build them with",
-    signatures={"0.16": "args", "0.17": None},
     only_if="--odyssey-device cpu",
 )
 _OWN = tuple(value for value in list(globals().values()) if isinstance(value, Seam))

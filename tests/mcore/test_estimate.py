@@ -202,7 +202,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 @pytest.mark.parametrize("changes", [{}, FULL], ids=["plain", "recomputed"])
 def test_plans_count_what_is_kept_for_weight_gradients(make_model, changes):
-    """A layer that is run again keeps its input alone before that, and afterwards as much as any other."""
+    """A layer that is run again keeps its input alone before that, and afterwards nothing."""
     from odyssey_megatron.config import OdysseyConfig
     from odyssey_megatron.mcore.estimate import estimate
 

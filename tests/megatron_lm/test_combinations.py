@@ -38,6 +38,10 @@ CASES = {
         "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "rank=2,step=2,at=backward",
     ),
+    "weight-gradients-at-once": (
+        8, 4, TIED, "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "rank=1,step=1,at=weight_grad;rank=6,step=2,at=backward;rank=4,step=3,at=weight_grad",
+    ),
     "left-out-in-strict": (
         4, 2, TIED, "--odyssey-strict --use-distributed-optimizer --dataloader-type cyclic --data-parallel-random-init",
         "rank=1,step=2,at=reduce",

@@ -258,8 +258,11 @@ def test_modules_that_are_recomputed_keep_less(modules, of_dense, of_sparse, aga
         usual, found.layers[1:3], (of_dense, of_sparse), (again_dense, again_sparse), strict=True
     ):
         assert before.activation_bytes - after.activation_bytes == 512 * 2 * dropped
-        assert after.input_grad_s - before.input_grad_s == pytest.approx(2 * 512 * again / 2e14, abs=1e-15)
-        assert (after.forward_s, after.weight_grad_s) == (before.forward_s, before.weight_grad_s)
+        again_s = 2 * 512 * again / 2e14
+        with_it_s = again_s if "mla" not in modules else 0.0  # Megatron's other kind of recomputation
+        assert after.input_grad_s - before.input_grad_s == pytest.approx(again_s + with_it_s, abs=1e-15)
+        assert before.weight_grad_s - after.weight_grad_s == pytest.approx(with_it_s, abs=1e-15)
+        assert after.forward_s == before.forward_s
 
 
 def test_a_recomputed_core_attention_computes_its_scores_again():

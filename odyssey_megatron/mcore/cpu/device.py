@@ -279,7 +279,7 @@ def _let_routers_do_without_transformer_engine() -> None:
 
 def prepare_training() -> None:
     """Prepare what ``megatron.training`` needs besides, before it is imported."""
-    from odyssey_megatron.upstream import seam_table, seams
+    from odyssey_megatron.upstream import cpu_seams, seam_table, seams
 
     # Only the default of allow_no_cuda requires a GPU.
     original = seams.original(seam_table.INITIALIZE_MEGATRON)
@@ -291,8 +291,8 @@ def prepare_training() -> None:
     from odyssey_megatron.mcore.cpu import hybrid
 
     hybrid.let_stacks_do_without_transformer_engine()
-    if not seams.is_applied(seam_table.FUSED_KERNELS_LOAD):
-        seams.apply(seam_table.FUSED_KERNELS_LOAD, lambda args: None)
+    if not seams.is_applied(cpu_seams.FUSED_KERNELS_LOAD):
+        seams.apply(cpu_seams.FUSED_KERNELS_LOAD, lambda args: None)
 
 
 def _keep_spawned_processes_small() -> None:
@@ -322,7 +322,7 @@ def _compile_helpers() -> None:
     helpers compiled, without a Makefile; a checkout's Makefile names the library for the Python of ``python3-config``,
     which in a virtual environment is another Python, or missing.
     """
-    from odyssey_megatron.upstream import seam_table, seams
+    from odyssey_megatron.upstream import cpu_seams, seams
 
     def for_this_python(original: Any) -> None:
         before = os.environ.get("MAKEFLAGS")
@@ -339,6 +339,6 @@ def _compile_helpers() -> None:
     try:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
     except ImportError:
-        seams.wrap(seam_table.COMPILE_HELPERS, for_this_python)
+        seams.wrap(cpu_seams.COMPILE_HELPERS, for_this_python)
         return
-    seams.apply(seam_table.COMPILE_HELPERS, lambda: None)
+    seams.apply(cpu_seams.COMPILE_HELPERS, lambda: None)

@@ -5,6 +5,11 @@ only and leaves (weight, input, output gradient) behind; ``flush()`` adds the we
 in the order in which the fused backward would have. Norms and embeddings keep their ordinary backward. Layers of
 Transformer Engine's leave a function behind (``mcore/model/te.py``).
 
+What is computed again in a backward (recomputation) is left until the end of that alone: later weight gradients would
+keep all of it, for all layers of a stage, and jobs that fit with Megatron-LM would not. Megatron's own backward would
+not do: it gathers inputs where the allgather dispatcher may still have a gradient (core_v0.16.1
+core/transformer/moe/token_dispatcher.py, line 275, ``use_global_buffer``).
+
 With sequence parallelism a rank keeps its part of the input, as Megatron does, and ``flush()`` gathers the whole. The
 ranks of a cell run the same program, so they gather in the same order.
 """
@@ -20,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from odyssey_megatron.upstream import seams
-from odyssey_megatron.upstream.seam_table import LINEAR_BACKWARD
+from odyssey_megatron.upstream.seam_table import CHECKPOINT_BACKWARD, LINEAR_BACKWARD
 
 if TYPE_CHECKING:
     from odyssey_megatron.mcore.model.layers import HeldLayer
@@ -53,13 +58,15 @@ class WeightGrads:
 
     @contextlib.contextmanager
     def collecting(self, passed: Callable[[int], None] | None = None) -> Iterator[None]:
-        """The body is the backward of this microbatch; ``passed``: see ``execute.interpreter.Compute.input_grad``."""
+        """The body is the backward of this microbatch, or of what is computed again in it; ``passed``: see
+        ``execute.interpreter.Compute.input_grad``.
+        """
         global _collecting, _passed
-        _collecting, _passed = self, passed
+        before, (_collecting, _passed) = (_collecting, _passed), (self, passed)
         try:
             yield
         finally:
-            _collecting = _passed = None
+            _collecting, _passed = before
 
     def add(self, pending: _Pending) -> None:
         self._pending.append(pending)
@@ -196,10 +203,20 @@ def _apex_kernel(dtype: torch.dtype) -> Any:
 
 
 def install() -> None:
-    """Install the seam; a second call does nothing. Raises MegatronIncompatible."""
+    """Install the seams; a second call does nothing. Raises MegatronIncompatible."""
     if seams.is_applied(LINEAR_BACKWARD):
         return
     fused: Callable[..., tuple[Any, ...]] = seams.original(LINEAR_BACKWARD)
+    again: Callable[..., tuple[Any, ...]] = seams.original(CHECKPOINT_BACKWARD)
+
+    def backward_of_recomputed(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if _collecting is None:
+            return again(ctx, *grads)
+        own = WeightGrads()
+        with own.collecting(_passed):
+            found = again(ctx, *grads)
+        own.flush()
+        return found
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         if _collecting is None:
@@ -226,3 +243,4 @@ def install() -> None:
         return (grad_input, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
     seams.apply(LINEAR_BACKWARD, backward)
+    seams.apply(CHECKPOINT_BACKWARD, backward_of_recomputed)

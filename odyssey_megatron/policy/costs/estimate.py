@@ -245,9 +245,8 @@ def estimated_profile(
     mtp_num_layers: int = 0,
     unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
 ) -> Profile:
-    """Return the costs of a decoder-only transformer, estimated from FLOPs.
-
-    Products and their gradients cost 2 FLOPs per weight and token, causal scores ``2 * seq``, in the backward twice.
+    """Return the costs of a decoder-only transformer, estimated from FLOPs: 2 per weight and token for products and their
+    gradients, ``2 * seq`` for causal scores, in the backward twice.
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
@@ -259,11 +258,12 @@ def estimated_profile(
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
         again, forward_s, own = recomputed.share, matmul_s + scores_s, products * (spread * tp // parts)
-        kept, late, anew = kept_of((attention, ffn, spread, passed, routed))
+        kept, late, anew, whole_anew = kept_of((attention, ffn, spread, passed, routed))
         held = attention.weights + hidden_size * (products * ffn + own + routed + 2)
         apart = hidden_size * own * bool(experts and experts.parts)
-        back_s = (1 + again) * forward_s + scores_s + 2 * tokens * anew / rate
-        return layer((forward_s, back_s, matmul_s), round(tokens * kept), held, apart, round(tokens * late))
+        later_s = (1 - again) * (matmul_s - 2 * tokens * whole_anew / rate)
+        back_s = forward_s * (2 + again) + 2 * tokens * anew / rate - later_s
+        return layer((forward_s, back_s, later_s), round(tokens * kept), held, apart, round(tokens * late))
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
     inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
@@ -278,8 +278,8 @@ def estimated_profile(
         memory_bytes=memory_bytes,
         optimizer_s_per_byte=precision.optimizer_s_per_byte(memory_bytes_per_s),
     )
-    operations = (copied, 0.0, copied), *(_operations(one, flops_per_s) for one in (*inner, last))
-    return Profile(operations=operations, costs=costs)
+    operations = (_operations(one, flops_per_s) for one in (*inner, last))
+    return Profile(operations=((copied, 0.0, copied), *operations), costs=costs)
 
 
 def exchanging(
@@ -418,10 +418,11 @@ def _kept(
     whole: int,
     tensor_parallel_size: int,
     shape: tuple[AttentionShape, int, int, int, int],
-) -> tuple[float, float, int]:
+) -> tuple[float, float, int, int]:
     """Return the numbers per token that a layer of ``shape`` (:func:`_shapes`) keeps from its forward to its backward,
-    those that it keeps besides from its input gradient to its weight gradient, as it has computed them again, and the
-    weights whose products its modules compute again in the input gradient.
+    those that it keeps besides from its input gradient to its weight gradient (below 0: that it keeps no more), the
+    weights whose products its modules compute again in the input gradient, and those of them whose gradients come with
+    it, as all do of a layer that is run again as a whole (``mcore/model/wgrad.py``).
 
     Attention is fused (arXiv 2205.05198, section 4.2). ``whole`` is of four hidden states, of which a layer that is
     run again as a whole keeps one. The weight gradients of experts need a copy of each token for each expert that it
@@ -450,13 +451,16 @@ def _kept(
     else:
         dropped["moe_act"] = passed - shared, 0
         dropped["shared_experts"] = products * shared, hidden_size * products * shared
-    found = [dropped[one] for one in recomputed.modules if one in dropped]
+    found = {name: one for name, one in dropped.items() if name in recomputed.modules}
+    at_once = [found[name] for name in ("mlp", "moe", "shared_experts") if name in found]
     most, share = whole + attention.kept + numbers + inputs, recomputed.share
-    kept = share * whole / 4 + (1 - share) * (most - sum(one for one, _ in found))
+    kept = share * whole / 4 + (1 - share) * (most - sum(one for one, _ in found.values()))
     is_cut = whole < 4 * hidden_size * tensor_parallel_size  # along the sequence
-    gathered = (bool(attention.weights) + bool(passed and not spread)) * is_cut * hidden_size
-    late = gathered * (tensor_parallel_size - 1) + inputs
-    return kept, most + late - kept, sum(weights for _, weights in found)
+    has_mlp = bool(passed) and not spread and "mlp" not in found
+    gathered = (bool(attention.weights) + has_mlp) * is_cut * hidden_size * (tensor_parallel_size - 1)
+    stays = most + gathered + inputs * ("moe" not in found) - sum(one for one, _ in at_once)
+    anew, whole_anew = (sum(weights for _, weights in of) for of in (found.values(), at_once))
+    return kept, (1 - share) * stays - kept, anew, whole_anew
 
 
 def _layer_cost(
