@@ -46,7 +46,7 @@ _WORKS = {
     tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard
     log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard log_memory_to_tensorboard
     log_memory_interval log_device_memory_used log_world_size_to_tensorboard logging_level
-    enable_one_logger config_logger_dir
+    enable_one_logger
     """,
     "NCCL's own records": """
     flight_recorder_dump_path flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout

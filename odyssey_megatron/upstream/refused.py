@@ -323,6 +323,8 @@ _NEVER = _since(
     ("recompute_modules", "With mlp among them and biases in linear layers Megatron-LM's own backward never ends: "
      "the last bias is part of what is recomputed, and its gradient leads back to the recomputation.",
      "Leave mlp out of it, or use --disable-bias-linear.", _mlp_with_biases),
+    ("config_logger_dir", "Megatron-LM's own writer of configurations ends the job when the model is built, as it "
+     "cannot copy the process groups that are among them.", _LEAVE_OUT),
     ("use_kitchen_attention", "It needs a package that NVIDIA does not publish.", _LEAVE_OUT),
     ("adlr_autoresume", "It needs a package that NVIDIA does not publish.",
      "Use --exit-signal-handler, or --exit-duration-in-mins."),

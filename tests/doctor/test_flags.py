@@ -26,6 +26,7 @@ SLIPPED = {
     "--cpu-offloading-num-layers": "2",
     "--fine-grained-activation-offloading": "",
     "--export-kd-cfg": "kd.yaml",
+    "--config-logger-dir": "there",
 }
 """What once passed in silence."""
 

@@ -107,6 +107,7 @@ GIVEN = {
     "--distributed-timeout-seconds-after-init": "--distributed-timeout-seconds-after-init 60",
     "--fake-process-group": "--fake-process-group",
     "--lazy-mpu-init": "--lazy-mpu-init",
+    "--config-logger-dir": "--config-logger-dir there",
     "--log-energy": "--log-energy",
     "--log-straggler": "--log-straggler",
     "--gpu-sniff-test-interval": "--gpu-sniff-test-interval 2",
