@@ -69,6 +69,8 @@ class JobSpec:
     aside_bytes: int | None = None
     """GPU memory beside what plans may use, of which NCCL's communicators may fill all; None: no NCCL connects the
     ranks, or the memory is not known."""
+    packs_sequences: bool = False
+    """Whether a microbatch is packed sequences, of which long ones take more time than short ones."""
     save_steps: int | None = None
     """Number of steps between two checkpoints; 0: the job saves none; None: not known."""
 

@@ -400,6 +400,7 @@ class Session:
             whole_shards_only=kept.shards,
             even_gangs_only=kept.even,
             num_experts=config.num_moe_experts or 0,
+            packs_sequences=job.model.is_packed or job.squared_lengths is not None,
             experts_work=experts_work(config, seq_length=job.seq_length, vocab_size=job.vocab_size),
             least_holders=self.config.least_holders,
             eager_forwards=self.config.eager_forwards,

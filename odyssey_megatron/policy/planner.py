@@ -98,6 +98,7 @@ class PolicyPlanner:
             given,
             job.cell_size,
             spreads_experts=job.experts_of_one > 0,
+            packs_sequences=job.packs_sequences,
         )
         job.check(len(state.workers) * job.cell_size)
         decided = self._first_plan(job, state)

@@ -238,20 +238,27 @@ def test_two_of_three_stay_slow_for_as_long_as_they_are(spans):
 
 
 @pytest.mark.parametrize(
-    ("spread", "together", "kinds"),
-    [(0.2, 0.97, ["uneven sequences"]), (0.2, 0.3, []), (0.02, 0.97, [])],
-    ids=["sequences", "noise", "alike"],
+    ("spread", "together", "packs_sequences", "kinds"),
+    [
+        (0.2, 0.97, True, ["uneven sequences"]),
+        (0.2, 0.3, True, []),
+        (0.02, 0.97, True, []),
+        (0.2, 0.97, False, []),
+    ],
+    ids=["sequences", "noise", "alike", "a busy machine"],
 )
-def test_sequences_of_unequal_length_are_said(spread, together, kinds):
-    """Ranks publish medians over their microbatches, and beside them how unlike these were."""
+def test_sequences_of_unequal_length_are_said(spread, together, packs_sequences, kinds):
+    """Ranks publish medians over their microbatches, and beside them how unlike these were. A job whose sequences are
+    all equally long has no uneven ones, even where something else holds up forwards and backwards together.
+    """
     told = {
         rank: replace(
             one, uneven=tuple(UnevenSeen(step=at, spread=spread, together=together) for at in range(8))
         )
         for rank, one in published(*range(8)).items()
     }
-    found = History(1).with_published(told, {}).diagnosis(NOBODY, LEARNED)
-    assert [one.kind for one in found.verdicts] == kinds
+    known = History(1, packs_sequences=packs_sequences).with_published(told, {})
+    assert [one.kind for one in known.diagnosis(NOBODY, LEARNED).verdicts] == kinds
 
 
 def test_what_only_a_slow_worker_computes_costs_what_it_did():

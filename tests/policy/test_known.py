@@ -11,7 +11,7 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig, policies
 from odyssey_megatron.plan.scheduling import assemble, order
 from odyssey_megatron.plan.scheduling.known import _KEPT_BYTES, _Kept, known
-from odyssey_megatron.policy.costs.measured import Measured, alike
+from odyssey_megatron.policy.costs.measured import Measured, UnevenSeen, alike
 from odyssey_megatron.policy.costs.profile import Observation, load_profile
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.preparing import incidents, losses
@@ -38,6 +38,20 @@ def started(**config):
     state = initial_state(nodes=(0,) * 8)
     planner = PolicyPlanner(OdysseyConfig(device="cpu", **config))
     return planner, planner.start(job(4), state, to_json(PROFILE)).plan, state
+
+
+@pytest.mark.parametrize("packs_sequences", [True, False])
+def test_uneven_sequences_are_found_in_jobs_that_pack_them(packs_sequences):
+    state, planner = initial_state(nodes=(0,) * 8), PolicyPlanner(OdysseyConfig(device="cpu"))
+    spec = replace(job(4), packs_sequences=packs_sequences)
+    plan = planner.start(spec, state, to_json(PROFILE)).plan
+    uneven = tuple(UnevenSeen(step=step, spread=0.2, together=0.97) for step in range(8))
+    spans = [
+        Observation(first=0, last=5, samples=5, forward_s=0.3, input_grad_s=0.3, weight_grad_s=0.3, step=step)
+        for step in range(8)
+    ]
+    diagnosis = planner.learn(state, plan, [to_json(Measured(spans=tuple(spans), uneven=uneven))] * 8, 0.0)
+    assert [one.kind for one in diagnosis.verdicts] == ["uneven sequences"] * packs_sequences
 
 
 def died(state, *ranks):

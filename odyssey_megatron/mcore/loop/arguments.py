@@ -147,6 +147,7 @@ def job_of(
         whole_shards_only=kept.shards,
         even_gangs_only=kept.even,
         num_experts=args.num_experts or 0,
+        packs_sequences=is_packed(args),
         experts_work=experts_work(
             transformer_config, seq_length=args.seq_length, vocab_size=args.padded_vocab_size
         ),

@@ -64,6 +64,9 @@ class History:
     seen: Mapping[int, _Seen] = field(default_factory=dict)
     spreads_experts: bool = False
     """Whether experts are spread over the ranks of a cell."""
+    packs_sequences: bool = False
+    """See ``JobSpec``. Without it all sequences are equally long, whatever microbatches take: on busy cores a forward
+    and the backward behind it may be held up together."""
 
     def with_published(self, published: Mapping[int, Measured], incarnations: Mapping[int, int]) -> History:
         """Return the history with what ranks have ``published``, by rank.
@@ -209,7 +212,7 @@ class History:
         known |= {piece: before.costs[piece] for piece in known.keys() & before.costs.keys()}
         found = diagnose(timings, known, before.slow)
         found = with_held_up(found, self.held_up(), before.held_up)
-        found = with_uneven_sequences(found, self.uneven())
+        found = with_uneven_sequences(found, self.uneven()) if self.packs_sequences else found
         found = with_ranks(found, self.own_work(), self.cell_size, spreads_experts=self.spreads_experts)
         times_s: dict[tuple[int, int], float] = {}
         for piece, (cost_s, _) in found.costs.items():

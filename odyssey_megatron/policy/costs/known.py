@@ -23,15 +23,25 @@ _log = logging.getLogger(__name__)
 class KnownCosts:
     """The profile of a running job, kept up to date with what the ranks measure."""
 
-    def __init__(self, path: Path, given: Profile, cell_size: int, *, spreads_experts: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        given: Profile,
+        cell_size: int,
+        *,
+        spreads_experts: bool = False,
+        packs_sequences: bool = False,
+    ):
         """Begin with the profile that the job was ``given``. What is measured will be saved to ``path``.
 
-        ``spreads_experts``: whether experts are spread over the ranks of a cell.
+        Args:
+            spreads_experts: Whether experts are spread over the ranks of a cell.
+            packs_sequences: See ``JobSpec``.
         """
         self._path = path
         self.given = self.used = self.measured = given
         """As the job began; what decisions go by, which has been rehearsed; with all that was measured by now."""
-        self._history = History(cell_size, spreads_experts=spreads_experts)
+        self._history = History(cell_size, spreads_experts=spreads_experts, packs_sequences=packs_sequences)
         self._diagnosed = Diagnosis(costs={})
         self._saved: Costs | None = None
 
