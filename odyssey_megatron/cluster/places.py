@@ -180,13 +180,20 @@ class Places:
         """Return the workers that have lost ranks."""
         return sorted({Cell(rank=one, size=cell_size).worker for one in self._lost})
 
-    def complete(self, cell_size: int) -> tuple[list[Move], int | None]:
+    def complete(
+        self, cell_size: int, training: Mapping[int, int] = NO_SHAPES
+    ) -> tuple[list[Move], int | None]:
         """Give a broken cell the ranks that it lacks from others, if that makes it whole.
 
+        Args:
+            cell_size: As in :func:`completed`.
+            training: Worker -> its number of ranks, for cells whose processes are a smaller one now, though they may
+                be about to become whole.
+
         Returns:
-            The moves, and the worker of the cell if it has been a smaller cell.
+            The moves, and the worker of the cell if it was to go on as a smaller cell.
         """
-        found = completed(self._slots, self._lost, cell_size, self._smaller)
+        found = completed(self._slots, self._lost, cell_size, {**training, **self._smaller})
         ranks = {slot: rank for rank, slot in self._slots.items()}
         moves = [self._move(missing, ranks[slot]) for missing, slot in found.items()]
         workers = {Cell(rank=missing, size=cell_size).worker for missing in found}

@@ -167,9 +167,9 @@ def test_a_cell_that_loses_a_rank_meanwhile_is_as_others_that_have():
 
 
 class Node:
-    """Two cells of two ranks, unless the job ``differs``, as their agent has them; their ends are the test's."""
+    """Cells of two ranks, unless the job ``differs``, as their agent has them; their ends are the test's."""
 
-    def __init__(self, folder, flags=MappingProxyType({"respawn": 1}), **differs):
+    def __init__(self, folder, flags=MappingProxyType({"respawn": 1}), cells=2, **differs):
         self.rendezvous, self.folder = LocalRendezvous("test"), folder
         address = self.rendezvous.next_rendezvous().bootstrap_store_info
         self.control = Control.connect(address.master_addr, address.master_port, "token", timeout_s=5)
@@ -177,7 +177,7 @@ class Node:
         spec = JobSpec(
             num_layers=4, num_microbatches=4, tokens_per_step=64, train_steps=10, **sizes | differs
         )
-        world_size = 2 * spec.cell_size
+        world_size = cells * spec.cell_size
         self.control.put(keys.JOB, to_json({"job": to_json(spec), "profile": ""}))
         envs = {slot: {"RANK": str(slot), "WORLD_SIZE": str(world_size)} for slot in range(world_size)}
         journal = Journal(folder, source="agent0")
@@ -318,3 +318,43 @@ def test_what_people_are_told_of_a_rank_that_stays_out(tmp_path, capfd, code, sa
     assert unsaid not in told
     assert "--odyssey-respawn 0" in told
     assert "--rank 1" in told.partition("odyssey readmit")[2]
+
+
+def begin(node, *codes):
+    """Have processes end, as (rank, slot, exit code), and begin whatever is due."""
+    for rank, slot, code in codes:
+        node.ends(rank, slot, code)
+    for rank, slot in node.due():
+        node.respawn.begin(rank, slot, node.now_s)
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_a_smaller_cell_is_let_train_until_it_leaves_to_be_whole(tmp_path, completed):
+    """Rank 2 trains alone, and alone has all layers once rank 1 is dead. Rank 3, which would make its cell whole, on
+    its own GPU or on that of rank 4, holds nothing yet when it dies.
+    """
+    node = Node(tmp_path, {}, cells=3)
+    begin(node, (3, 3, -9), (2, 2, EXIT_FENCED))
+    if completed:
+        begin(node, (5, 5, -9), (4, 4, EXIT_FENCED))
+        (taken,) = [one for one in read_journal(node.folder) if one["event"] == "place_taken"]
+        assert (taken["target"], taken["spare"]) == (3, 4)
+    else:
+        node.respawn.readmit(3, None, "", node.now_s)
+        begin(node)
+    assert node.places == "0", "it is to be whole"
+    begin(node, (1, 1, -9), (0, 0, EXIT_FENCED))
+    begin(node, (3, 4 if completed else 3, -9))
+    assert not node.respawn.wanted, "nobody who trains is ended"
+    assert node.places == "1"
+
+
+def test_a_cell_that_has_left_to_be_whole_can_complete_another_when_it_breaks(tmp_path):
+    node = Node(tmp_path, {}, cells=3)
+    begin(node, (3, 3, -9), (2, 2, EXIT_FENCED))
+    node.respawn.readmit(3, None, "", node.now_s)
+    begin(node, (2, 2, EXIT_FENCED))
+    begin(node, (1, 1, -9), (0, 0, EXIT_FENCED))
+    assert node.respawn._smaller_size(0) == 1
+    begin(node, (3, 3, -9))
+    assert node.respawn.wanted == {2}, "it is about to leave, as its cell has lost a rank"

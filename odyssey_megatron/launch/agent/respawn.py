@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,8 +89,9 @@ class Respawn:
         """(when, rank) for each rank that is to be started."""
         self.wanted: set[int] = set()
         """Slots whose processes must end, to make room for another rank."""
-        self._running = set(context.envs)
-        """Slots that have a running process."""
+        self._running = dict.fromkeys(context.envs, 0)
+        """Slot that has a running process -> the number of ranks of the smaller cell that it is in; 0: it is in none.
+        """
         self._incarnations: dict[int, int] = {}
         """Rank -> incarnation, for ranks that have been started again."""
         self._put_off: set[int] = set()
@@ -124,7 +126,7 @@ class Respawn:
         The rank is not started again if it has finished, was refused, has died too often, or had wrong numbers in this
         slot twice.
         """
-        self._running.discard(slot)
+        self._running.pop(slot, None)
         if not self._has_next(rank):
             self._control.put(keys.here_key(rank), "")
         if slot in self.wanted:
@@ -211,12 +213,24 @@ class Respawn:
 
     def _complete(self, now_s: float, cell_size: int) -> None:
         """Complete a broken cell: start its missing ranks in the places of another broken cell, if those suffice."""
-        moves, grown = self._places.complete(cell_size)
+        moves, grown = self._places.complete(cell_size, self._training(cell_size))
         for move in moves:
             self._start_in_place(move, now_s)
             self._wake(move.missing // cell_size, cell_size, now_s)
         if grown is not None:
             self._control.put(keys.places_key(grown), "0")
+
+    def _training(self, cell_size: int) -> dict[int, int]:
+        """Return worker -> its number of ranks, for the smaller cells all of whose processes run.
+
+        Such a cell may train, and alone have some layers, also when it is to be whole: until it leaves for that.
+        """
+        found = Counter[tuple[int, int]]()
+        for slot, size in self._running.items():
+            rank = self._places.rank_in(slot)
+            if size and rank is not None and slot not in self.wanted:
+                found[rank // cell_size, size] += 1
+        return {worker: size for (worker, size), running in found.items() if running == size}
 
     def _arrange(self, rank: int) -> None:
         """Have the cell of ``rank`` come back in the shape that is wanted, if that is why it has left."""
@@ -294,7 +308,7 @@ class Respawn:
         """Note that a process of ``rank`` begins in ``slot``; return the number of its log, and its incarnation."""
         number, missed = self._lives.start(rank, now_s)
         self._incarnations[rank] = missed + first_incarnation()
-        self._running.add(slot)
+        self._running[slot] = self._smaller_size(rank)
         return number, self._incarnations[rank]
 
     def start(self, rank: int, slot: int) -> tuple[Any, int]:
@@ -311,7 +325,7 @@ class Respawn:
         names = {
             "RANK": str(rank),
             "ODYSSEY_INCARNATION": str(incarnation),
-            "ODYSSEY_CELL_SIZE": str(self._smaller_size(rank)),
+            "ODYSSEY_CELL_SIZE": str(self._running[slot]),
         }
         with forking(self._zygote):
             handler = multiprocessing_api.get_subprocess_handler(
@@ -330,7 +344,7 @@ class Respawn:
 
     def put_off(self, rank: int, slot: int, why: OSError, now_s: float) -> None:
         """Start ``rank``, which could not be started in ``slot`` now, later. This uses up none of its starts."""
-        self._running.discard(slot)
+        self._running.pop(slot, None)
         self._lives.never_began(rank)
         self._due.append((now_s + AT_MOST_S, rank))
         if rank not in self._put_off:
