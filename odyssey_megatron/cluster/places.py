@@ -23,25 +23,35 @@ from odyssey_megatron.cluster.job import largest_cell
 
 
 def completed(
-    slots: Mapping[int, int], lost: Sequence[int], cell_size: int, smaller: Mapping[int, int] = NO_SHAPES
+    slots: Mapping[int, int],
+    lost: Sequence[int],
+    cell_size: int,
+    smaller: Mapping[int, int] = NO_SHAPES,
+    *,
+    whole_job: bool = False,
 ) -> dict[int, int]:
     """Return missing rank -> the slot to start it in, so that one broken cell is whole again; {} if that cannot be.
 
     The cell that lacks the fewest ranks is completed, from those that lack the most. Ranks that train in a smaller cell
-    stay there. Of two cells that lack equally many ranks, one that does not train comes first.
+    stay there. Of two cells that lack equally many ranks, one that does not train comes first. The last cell that
+    trains is not completed: it could not leave for that, as it alone has all layers.
 
     Args:
         slots: Rank -> slot, for the ranks that have one.
         lost: The ranks that have lost their slot.
         cell_size: The number of ranks of a whole cell.
         smaller: Worker -> its number of ranks, for workers that train as smaller cells.
+        whole_job: Whether the job has no other ranks than these.
     """
     broken: dict[int, list[int]] = {}
     for rank in sorted(lost):
         broken.setdefault(Cell(rank=rank, size=cell_size).worker, []).append(rank)
     if not broken:
         return {}
+    train = {rank // cell_size for rank in slots} - broken.keys() | smaller.keys()
     for whole in sorted(broken, key=lambda worker: (len(broken[worker]), worker in smaller, worker)):
+        if whole_job and train == {whole}:
+            continue
         others = sorted(
             (worker for worker in broken if worker != whole), key=lambda one: (-len(broken[one]), one)
         )
@@ -77,19 +87,22 @@ def shrunk(slots: Mapping[int, int], worker: int, sizes: Sequence[int]) -> tuple
     return size, dict(zip(lacking, reversed(left), strict=False))
 
 
-def left_of_cells(slots: Mapping[int, int], lost: Sequence[int], sizes: Sequence[int]) -> dict[int, int]:
+def left_of_cells(
+    slots: Mapping[int, int], lost: Sequence[int], sizes: Sequence[int], *, whole_job: bool = False
+) -> dict[int, int]:
     """Return what becomes of the cells of one node whose GPUs are lost for good, one after another.
 
     Args:
         slots: Rank -> slot, of all ranks of the node when all is well.
         lost: The slots that are lost.
         sizes: ``JobSpec.cell_sizes``.
+        whole_job: As in :func:`completed`.
 
     Returns:
         Worker -> number of ranks that it goes on with, for each cell that has lost any; that of a whole cell if it was
         completed from others, and 0 if what is left stands by.
     """
-    places, size = Places(slots), max(sizes)
+    places, size = Places(slots, whole_job=whole_job), max(sizes)
     for slot in lost:
         if (rank := places.rank_in(slot)) is not None:
             places.lose(rank)
@@ -129,10 +142,11 @@ class Places:
 
     Args:
         slots: Rank -> slot, i.e. its number on the node.
+        whole_job: Whether the job has no other nodes.
     """
 
-    def __init__(self, slots: Mapping[int, int]):
-        self._slots = dict(slots)
+    def __init__(self, slots: Mapping[int, int], *, whole_job: bool = False):
+        self._slots, self._whole_job = dict(slots), whole_job
         """Rank -> slot, without the ranks that are lost for good."""
         self._began_with = frozenset(slots)
         self._lost: list[int] = []
@@ -193,7 +207,8 @@ class Places:
         Returns:
             The moves, and the worker of the cell if it was to go on as a smaller cell.
         """
-        found = completed(self._slots, self._lost, cell_size, {**training, **self._smaller})
+        train = {**training, **self._smaller}
+        found = completed(self._slots, self._lost, cell_size, train, whole_job=self._whole_job)
         ranks = {slot: rank for rank, slot in self._slots.items()}
         moves = [self._move(missing, ranks[slot]) for missing, slot in found.items()]
         workers = {Cell(rank=missing, size=cell_size).worker for missing in found}

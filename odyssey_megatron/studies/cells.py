@@ -116,7 +116,8 @@ class _Broken:
         """Note what happens on a node, and when its cells are to be what they become; return those that are lost."""
         rule, size = self.rule, self.rule.sizes[0]
         gpus = range(number * rule.gpus_per_node, (number + 1) * rule.gpus_per_node)
-        node = self.nodes.setdefault(number, _Node({gpu: gpu for gpu in gpus}))
+        whole_job = len(gpus) == len(self.cells) * size
+        node = self.nodes.setdefault(number, _Node({gpu: gpu for gpu in gpus}, whole_job=whole_job))
         died, back = ([gpu for gpu in found if gpu in gpus] for found in (change.died, change.joined))
         hit = set[int]()
         for rank in map(node.rank_in, died):

@@ -61,7 +61,8 @@ def left_of(
     for node in sorted({rank // gpus for rank in killed}):
         slots = {rank: rank % gpus for rank in range(node * gpus, (node + 1) * gpus)}
         lost = [rank % gpus for rank in killed if rank // gpus == node]
-        sizes |= left_of_cells(slots, lost, sizes_of(job, scenario.config))
+        whole_job = gpus == len(scenario.state.ranks)
+        sizes |= left_of_cells(slots, lost, sizes_of(job, scenario.config), whole_job=whole_job)
     here = {worker: size for worker, size in sizes.items() if size}
     if not here:
         return Smaller(sizes=here, why=why, state=state, decision=None)

@@ -190,8 +190,9 @@ def test_a_smaller_cell_grows(cells):
     assert not cells.node.respawn._smaller_size(2), "it comes back as one of two"
 
 
-def test_another_rank_starts_where_one_was_given_up_that_has_its_gpu_by_now(cells):
+def test_another_rank_starts_where_one_was_given_up_that_has_its_gpu_by_now(tmp_path):
     """Rank 2 plays where rank 3 was, and rank 3 then where rank 0 was: ranks 0 and 1 have no GPU."""
+    cells = Given(tmp_path, cells=3)
     cells.give_up(2, 2)
     cells.give_up(1, 1)
     taken = [(one["target"], one["spare"]) for one in cells.named("place_taken")]

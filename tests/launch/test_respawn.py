@@ -112,6 +112,20 @@ def test_no_rank_of_a_cell_that_trains_goes_to_another():
     assert completed(left(3, 4), [3, 4], 2, {1: 1}) == {3: 5}, "what has just been broken is no cell yet"
 
 
+@pytest.mark.parametrize(
+    ("whole_job", "lost", "smaller", "expected"),
+    [
+        (True, [3, 4, 5, 6, 7, 1], {1: 1}, {}),  # rank 2 alone trains
+        (False, [3, 4, 5, 6, 7, 1], {1: 1}, {3: 0}),  # so do cells of other nodes
+        (True, [3, 4, 5, 6, 1], {1: 1}, {1: 7}),  # the others complete one another
+        (True, [3, 4, 5, 1], {1: 1}, {3: 0}),  # beside a whole cell
+        (True, [3, 5, 6, 7, 1], {1: 1, 2: 1}, {3: 0}),  # beside another smaller one
+    ],
+)
+def test_the_last_cell_that_trains_is_not_completed(whole_job, lost, smaller, expected):
+    assert completed(left(*lost), lost, 2, smaller, whole_job=whole_job) == expected
+
+
 def test_a_cell_that_has_become_too_small_stands_by():
     """Of four ranks two may go on, one may not; another cell can have it then."""
     places = Places(EIGHT)
@@ -347,6 +361,15 @@ def test_a_smaller_cell_is_let_train_until_it_leaves_to_be_whole(tmp_path, compl
     begin(node, (3, 4 if completed else 3, -9))
     assert not node.respawn.wanted, "nobody who trains is ended"
     assert node.places == "1"
+
+
+def test_what_is_left_of_two_cells_trains_where_they_are_all_that_is_left(tmp_path):
+    node = Node(tmp_path, {})
+    begin(node, (3, 3, -9), (2, 2, EXIT_FENCED))
+    begin(node, (1, 1, -9), (0, 0, EXIT_FENCED))
+    assert [node.control.peek(keys.places_key(worker)) for worker in (0, 1)] == ["1", "1"]
+    shrinks = [one["ranks"] for one in read_journal(node.folder) if one["event"] == "cell_shrinks"]
+    assert shrinks == [[2], [0]]
 
 
 def test_a_cell_that_has_left_to_be_whole_can_complete_another_when_it_breaks(tmp_path):

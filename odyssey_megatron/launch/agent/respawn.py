@@ -84,7 +84,9 @@ class Respawn:
         self._context, self._control, self._zygote, self._journal = context, control, zygote, journal
         self._config, self._shrinks = config, config.shrink == "auto"
         self._lives = Lives(config.respawn, config.store_timeout_s, time.monotonic())
-        self._places = Places({int(env["RANK"]): slot for slot, env in context.envs.items()})
+        slots = {int(env["RANK"]): slot for slot, env in context.envs.items()}
+        self._world_size = int(next(iter(context.envs.values()))["WORLD_SIZE"])
+        self._places = Places(slots, whole_job=len(slots) == self._world_size)
         self._due: list[tuple[float, int]] = []
         """(when, rank) for each rank that is to be started."""
         self.wanted: set[int] = set()
@@ -109,8 +111,7 @@ class Respawn:
             return False
         if keys.is_stranger(self._control, self._config.mode):
             return False
-        world_size = int(next(iter(self._context.envs.values()))["WORLD_SIZE"])
-        planned = self._control.has([keys.digest_key(one) for one in range(world_size)])
+        planned = self._control.has([keys.digest_key(one) for one in range(self._world_size)])
         if planned or self._control.has([keys.met_key(rank)]):
             return False
         times = self._lives.begin_anew(rank)
