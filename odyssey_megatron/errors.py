@@ -81,6 +81,8 @@ class LayersLost(OdysseyError):
 
     def __init__(self, layers: tuple[int, ...], ranks: tuple[int, ...], *, num_layers: int, copies: int = 0):
         self.layers, self.ranks, self.num_layers, self.copies = layers, ranks, num_layers, copies
+        self.lost = "the optimizer state of " * bool(copies) + layer_names(layers, num_layers)
+        """In words, what nobody else has."""
         what, remedy = (
             (
                 "copy of the optimizer state is left of",

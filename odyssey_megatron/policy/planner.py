@@ -324,7 +324,7 @@ class PolicyPlanner:
         try:
             check_living(decided.plan.layout, set(state.alive) - set(workers))
         except LayersLost as error:
-            raise PlanInfeasible(f"nobody else has room for what they alone have: {error}") from None
+            raise PlanInfeasible(f"they alone have {error.lost}, and nobody else has room for that") from None
         return decided
 
     def ran_out(self, plan: Plan, worker: int, state: ClusterState) -> None:

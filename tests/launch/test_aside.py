@@ -233,7 +233,7 @@ def test_who_alone_has_layers_gives_them_away_before_it_leaves(tmp_path, slow):
     assert last.plan.transfers == ()
 
 
-def test_it_waits_for_somebody_who_has_room_for_what_it_alone_has(tmp_path):
+def test_it_waits_for_somebody_who_has_room_for_what_it_alone_has(tmp_path, caplog):
     """Two cells a stage, of which one is lost of each, and the others are smaller; that of the second stage can be
     whole.
     """
@@ -256,6 +256,11 @@ def test_it_waits_for_somebody_who_has_room_for_what_it_alone_has(tmp_path):
     for second in range(100):
         played, proposal = offers.following(played, None, float(second))
         assert proposal is None
+    (told,) = caplog.messages
+    assert told == (
+        "no plan, though the cell(s) of rank(s) [[4]] can be whole again, and leave for that: they alone have layers 5 "
+        "to 8 and the head, and nobody else has room for that. They stay smaller until there is one"
+    ), "nobody is dead, and the job goes on"
     for rank in state.workers[3].ranks:
         state = apply(state, RankJoined(rank=rank, node=0, incarnation=1))
     assert state.fresh == {3}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from odyssey_megatron.cluster.state import ClusterState, without
 from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis
-from odyssey_megatron.errors import OdysseyError
+from odyssey_megatron.errors import LayersLost, OdysseyError
 from odyssey_megatron.launch.coordinator.aside import Aside
 from odyssey_megatron.launch.coordinator.planner import Planner
 from odyssey_megatron.launch.coordinator.reactions import JobState
@@ -156,7 +156,10 @@ class Offers:
                     return self._behind_steps(freed, cluster, live, why)
                 decided = self._planner.decide(without(cluster, group), live, now_s)
             except OdysseyError as error:
-                failed[f"no plan, though {why}: {error}"] = None
+                if group and isinstance(error, LayersLost):
+                    continue  # next they are to give away what they alone have
+                stays = ". They stay smaller until there is one" * bool(group)
+                failed[f"no plan, though {why}: {error}{stays}"] = None
                 continue
             if not group:
                 return self._behind_steps(decided, cluster, live, why)
