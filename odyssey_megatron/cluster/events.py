@@ -16,7 +16,8 @@ class RankDied:
     """A rank's process has ended, as the agent of its node has seen.
 
     ``cause`` is ``killed``, ``exit``, ``hang``, ``node``, ``corrupt`` (the rank has left since its numbers were wrong),
-    or ``memory`` (it has run out of it, and the others go on without it).
+    ``memory`` (it has run out of it, and the others go on without it), or ``moved`` (its agent has ended it, to start
+    another rank on its GPU).
     """
 
     rank: int

@@ -106,7 +106,7 @@ EVENTS: _Fields = {
 """For each event, the fields of its own.
 
 A field means the same in each event: ``dead`` is a list of ranks everywhere, and ``causes`` says what each of
-them has died of (``cell``: another rank of its cell has).
+them has died of (``cell``: another rank of its cell has; others: ``RankDied.cause``).
 
 - ``job_started``: one that ``observes`` (``--odyssey observe``) trains without noting its steps. ``inject``: the
   value of ``--odyssey-inject``, if there is one.

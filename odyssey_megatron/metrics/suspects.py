@@ -110,14 +110,15 @@ def _death(
 ) -> None:
     """Add a death to the evidence against the nodes of its ranks.
 
-    Not counted are ranks that went with the rest of their cell, because their node was asked to leave, or with the job.
+    Not counted are ranks that went with the rest of their cell, to make room for another rank, because their node was
+    asked to leave, or with the job.
     """
     dead, codes = ranks_of(event["dead"]), codes_of(event)
     causes = event.get("causes") or [event.get("cause", "")] * len(dead)
     hit: dict[str, dict[int, str]] = {}
     for rank, cause, code in zip(dead, causes, codes, strict=False):
         # The event ``left_out`` names the corrupt ones, with the reason.
-        if cause not in ("cell", "corrupt") and code != EXIT_FENCED and code not in ENDS_OF_JOB:
+        if cause not in ("cell", "corrupt", "moved") and code != EXIT_FENCED and code not in ENDS_OF_JOB:
             hit.setdefault(nodes.get(rank, "?"), {})[rank] = cause
     for node, ranks in hit.items():
         asked = not ranks.keys().isdisjoint(injected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from itertools import combinations
 from types import MappingProxyType, SimpleNamespace
 
@@ -14,7 +15,10 @@ from odyssey_megatron.cluster.places import ComesBack, Move, Places, completed, 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_FENCED
+from odyssey_megatron.launch.agent.ranks import Fence, Ranks
 from odyssey_megatron.launch.agent.respawn import Respawn
+from odyssey_megatron.launch.process.heartbeat import HeartbeatBoard
+from odyssey_megatron.launch.process.signals import Received
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
@@ -381,3 +385,20 @@ def test_a_cell_that_has_left_to_be_whole_can_complete_another_when_it_breaks(tm
     assert node.respawn._smaller_size(0) == 1
     begin(node, (3, 3, -9))
     assert node.respawn.wanted == {2}, "it is about to leave, as its cell has lost a rank"
+
+
+def test_who_makes_room_for_another_rank_is_no_loss(tmp_path):
+    """Rank 2 stands by, as rank 3 is dead, when rank 1 is killed, which then starts where rank 2 was."""
+    node, said = Node(tmp_path, {}, whole_cells_only="it has a reason"), []
+    board = HeartbeatBoard(4)
+    fence, control = Fence(60.0, 60.0, kills=True), SimpleNamespace(send=said.append)
+    ranks = Ranks(control, board, Received(), fence, node.respawn)
+    node.ends(3, 3, -9)
+    processes = {rank: subprocess.Popen(["sleep", "60"], start_new_session=True) for rank in (1, 2)}
+    for rank, process in processes.items():
+        ranks.add(rank, rank, process, 0)
+    processes[1].kill()
+    while len(said) < 2:
+        ranks._reap(20_000, report=True)
+    board.close()
+    assert [(one.rank, one.code, one.cause) for one in said] == [(1, -9, "killed"), (2, -9, "moved")]

@@ -80,22 +80,23 @@ def test_a_loss_that_ended_the_job_is_no_recovery_and_not_nothing(runs, capsys, 
 
 
 def test_ranks_that_ended_with_the_job_were_not_lost(runs, capsys, tmp_path):
-    """As where gradients are not finite. Nor is their machine suspected."""
+    """As where gradients are not finite. Nor is their machine suspected, or that of a rank that makes room."""
     folder = shutil.copytree(runs["undisturbed"], tmp_path / "run")
     journal = Journal(folder, source="agent0", job=JOB)
     journal.event(
         "failure_detected",
         generation=1,
-        dead=[3, 5],
-        code=[EXIT_UNSOUND, -9],
+        dead=[3, 5, 6],
+        code=[EXIT_UNSOUND, -9, -9],
         cause="exit",
-        causes=["exit", "killed"],
+        causes=["exit", "killed", "moved"],
     )
     journal.close()
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
-    assert "no recoveries: rank(s) 5 were lost, and nobody went on" in capsys.readouterr().out
+    assert "no recoveries: rank(s) 5, 6 were lost, and nobody went on" in capsys.readouterr().out
     (found,) = suspects(last_job(list(read_journal(folder))))
-    assert any("rank(s) 5 lost" in one for one in found.evidence)
+    (lost,) = [one for one in found.evidence if " lost in " in one]
+    assert lost.startswith("rank(s) 5 lost")
 
 
 def test_a_folder_that_is_used_again_reports_on_the_latest_job(runs, tmp_path, capsys):

@@ -44,6 +44,8 @@ class _Process:
     """Whether a thread waits at its lifeline."""
     fenced_s: float | None = None
     """When it was found to have been silent for too long; None: it has not been."""
+    is_moved: bool = False
+    """Whether this agent ends it, to start another rank in its slot."""
     is_reported: bool = False
     """Whether the coordinator has been told of its end, or need not be."""
     work: Work | None = None
@@ -255,6 +257,7 @@ class Ranks:
     def _vacate(self, slots: set[int]) -> None:
         for one in self._living.values():
             if one.slot in slots:
+                one.is_moved = True
                 one.signal(signal.SIGKILL)
 
     def _start_due(self) -> None:
@@ -275,6 +278,7 @@ class Ranks:
         if self._respawn is None or not self._respawn.unmissed(process.rank, code):
             ended = "killed" if code < 0 else "corrupt" if code == EXIT_LEFT_OUT else "exit"
             cause = "hang" if self._fence.kills and process.fenced_s is not None else ended
+            cause = "moved" if process.is_moved and code == -signal.SIGKILL else cause
             died = RankDied(rank=process.rank, code=code, cause=cause, incarnation=process.incarnation)
             self._control.send(died)
 
