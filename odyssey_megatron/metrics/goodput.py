@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from odyssey_megatron.metrics.commits import Commits, Numbers
 from odyssey_megatron.metrics.records import LINK_KINDS
-from odyssey_megatron.metrics.recoveries import RecoveryRecord, named
+from odyssey_megatron.metrics.recoveries import RecoveryRecord, named, on_one_clock
 from odyssey_megatron.metrics.switches import Switch
 from odyssey_megatron.metrics.timeline import JournalEvent, Times, known
 
@@ -119,7 +119,10 @@ def goodput(
     switched: Sequence[Switch],
 ) -> Goodput:
     """Return the job's goodput by the journal alone. What the journal does not time is not counted."""
-    starts = known(event["at_s"] for event in named(events, "job_started"))
+    starts = known(
+        on_one_clock(one, one["launched_s"]) if "launched_s" in one else one["at_s"]
+        for one in named(events, "job_started")
+    )
     is_timed = ~np.isnan(commits.at_s)
     if not starts or not is_timed.any():
         return Goodput()

@@ -18,7 +18,7 @@ used again. ``source``: ``rank3`` or ``agent0``. ``step``: the step being worked
 there is none.
 """
 
-CLOCK_READINGS = ("agreed_s", "in_groups_s", "resumed_s")
+CLOCK_READINGS = ("agreed_s", "in_groups_s", "launched_s", "resumed_s")
 """Fields that hold the ``t_s`` of some moment, and say nothing by themselves."""
 
 STALLS = {"recovered": ("decide_s", "abort_s", "groups_s", "agree_s", "transfer_s")}
@@ -33,7 +33,7 @@ network is slow, or the ranks that sum.
 
 _Fields = dict[str, tuple[str, ...]]
 OF_AGENTS: _Fields = {
-    "job_started": ("world_size", "nodes", "observes", "inject"),
+    "job_started": ("world_size", "nodes", "observes", "inject", "launched_s"),
     "rank_started": ("target", "pid", "host"),
     "failure_detected": ("dead", "code", "cause", "causes"),
     "decision": (
@@ -109,7 +109,8 @@ A field means the same in each event: ``dead`` is a list of ranks everywhere, an
 them has died of (``cell``: another rank of its cell has; others: ``RankDied.cause``).
 
 - ``job_started``: one that ``observes`` (``--odyssey observe``) trains without noting its steps. ``inject``: the
-  value of ``--odyssey-inject``, if there is one.
+  value of ``--odyssey-inject``, if there is one. ``launched_s``: when the process of the first agent began, on the
+  clock of ``t_s``; not with ``odyssey host``.
 - ``injected``, ``slowed``, ``link_slowed``: ``faults`` are the numbers, from 0, of the faults in that value that
   strike here.
 - ``decision``: one that is ``planned`` is an offer, and counts once it was ``switched`` to. ``cell_size``:
@@ -191,6 +192,7 @@ class JournalLine(_Line, total=False):
     nodes: Any
     observes: bool
     inject: str
+    launched_s: _Seconds
     target: _Id
     spare: _Id
     slot: _Id

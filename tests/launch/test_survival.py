@@ -36,6 +36,8 @@ def test_an_undisturbed_job_has_one_generation(toy, tmp_path):
     assert decided(tmp_path) == []
     assert {e["target"] for e in events(tmp_path / "run", "rank_started")} == {0, 1, 2, 3}
     assert (tmp_path / "run" / "profile.json").exists()
+    (started,) = events(tmp_path / "run", "job_started")
+    assert 0.0 < started["t_s"] - started["launched_s"] < 40.0
 
 
 @pytest.mark.parametrize(

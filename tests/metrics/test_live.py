@@ -51,6 +51,17 @@ def test_every_second_is_in_one_bucket(shot, runs):
     assert worth.productive_s == pytest.approx(STEPS * STEP_S, rel=0.01)
 
 
+def test_the_job_has_begun_with_its_first_agent(runs, shot):
+    """Which imports, and preloads, before it writes anything."""
+    events = events_of(runs["shot_at"])
+    launched = [
+        one | {"launched_s": one["t_s"] - 25.0} if one["event"] == "job_started" else one for one in events
+    ]
+    lost = [goodput.by_bucket(one.goodput.lost) for one in (shot, live("launched", launched))]
+    assert lost[1].pop(goodput.PREPARING) == pytest.approx(lost[0].pop(goodput.PREPARING, 0.0) + 25.0)
+    assert lost[1] == pytest.approx(lost[0])
+
+
 def test_what_was_lost_has_its_cause_and_its_tokens(shot):
     lost = goodput.by_bucket(shot.goodput.lost)
     assert lost[goodput.SAVING] == pytest.approx(SAVE_S, rel=0.02)

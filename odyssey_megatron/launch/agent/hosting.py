@@ -21,6 +21,7 @@ from odyssey_megatron.launch.coordinator.coordinator import Coordinator
 from odyssey_megatron.launch.coordinator.planner import Planner
 from odyssey_megatron.launch.process import run_folder
 from odyssey_megatron.launch.process.open_files import check_many
+from odyssey_megatron.launch.process.working import began_s
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.admission import OTHER_TOKEN
 from odyssey_megatron.launch.wire.awake import Pauses
@@ -118,6 +119,8 @@ class Hosting:
         only: dict[str, Any] = {"observes": True} if self._config.mode == "observe" else {}
         if self._config.inject:
             only["inject"] = self._config.inject
+        if self._here is not None:  # ``odyssey host`` may have waited for days
+            only["launched_s"] = began_s()
         journal.event("job_started", world_size=len(of_rank), nodes=nodes, **only, echo=True)
         self._onlookers.start()
         # The others count from the last time that they renewed their leases.
