@@ -234,8 +234,8 @@ class OdysseyConfig:
         "auto",
         "what 'odyssey run' does at SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; a second signal ends the job at "
         "once. save: all ranks end after the same step, with a checkpoint if --save is given. leave: this node's "
-        "ranks leave after their step, or at once at the second signal, and the others go on. stop: the job ends at "
-        "once. auto: save if --save is given, else stop",
+        "ranks leave after their step, or at once at the second signal, and the others go on; as save if these cannot "
+        "do without. stop: the job ends at once. auto: save if --save is given, else stop",
         choices=ON_SIGTERM,
     )
     memory_headroom_percent: int = _flag(

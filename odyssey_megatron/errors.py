@@ -31,6 +31,9 @@ EXIT_ALIKE = 97
 EXIT_LEFT_OUT = 98
 """Exit code of a rank, not of the job: its numbers are wrong, and the others go on (:class:`LeftOut`)."""
 
+ENDS_OF_RANKS = frozenset({EXIT_FENCED, EXIT_ALIKE, EXIT_LEFT_OUT})
+"""Exit codes of ranks that no job ends with."""
+
 ENDS_OF_JOB = frozenset({EXIT_BAD_INPUT, EXIT_UNSOUND, EXIT_ALIKE})
 """Exit codes of ranks that end with the job, which say nothing against the machine."""
 

@@ -42,6 +42,13 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeaves:
+    """The agent of ``node`` was asked to have its ranks leave. It asks whether the others can go on without them."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationLive:
     """``ranks`` hold all their state of ``generation`` and are about to run a step in it."""
 
@@ -114,14 +121,27 @@ class Ask(enum.IntEnum):
     """All ranks of the job end after the same step, in the way that training ends."""
     LEAVE = 2
     """The ranks of this node leave after their step; the others go on."""
+    STAY = 3
+    """Go on until the agent knows whether the ranks of this node may leave."""
 
 
-Event = RankDied | NodeLost | GenerationLive | Retry | RankFinished | RankJoined | RankReturned | OfferFailed
+Event = (
+    RankDied
+    | NodeLost
+    | NodeLeaves
+    | GenerationLive
+    | Retry
+    | RankFinished
+    | RankJoined
+    | RankReturned
+    | OfferFailed
+)
 _KINDS = {
     kind.__name__: kind
     for kind in (
         RankDied,
         NodeLost,
+        NodeLeaves,
         GenerationLive,
         Retry,
         RankFinished,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from odyssey_megatron.cluster.events import (
     Event,
     GenerationLive,
+    NodeLeaves,
     NodeLost,
     OfferFailed,
     RankDied,
@@ -311,7 +312,7 @@ def apply(state: ClusterState, event: Event) -> ClusterState:
             return _join(state, event)
         case RankReturned(rank=rank):
             return replace(state, returned=state.returned | {rank})
-        case Retry() | OfferFailed():
+        case Retry() | OfferFailed() | NodeLeaves():
             return state
 
 

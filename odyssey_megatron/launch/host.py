@@ -109,7 +109,7 @@ def _host(
             asking = Asking(
                 how,
                 journal,
-                who="the job's host",
+                node=None,
                 hosts=True,
                 others=others,
                 terminate_s=line.by_signal_s(config),

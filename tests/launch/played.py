@@ -153,8 +153,8 @@ class Job:
     def finished(self, number, *ranks):
         self.send(*(RankFinished(rank=rank, generation=number) for rank in ranks))
 
-    def joins(self, *ranks):
-        self.send(*(RankJoined(rank=rank, node=0, incarnation=1) for rank in ranks))
+    def joins(self, *ranks, node=0):
+        self.send(*(RankJoined(rank=rank, node=node, incarnation=1) for rank in ranks))
 
     def offer(self, number) -> Message:
         text = self.control.get(keys.generation_key(number), timeout_s=5)

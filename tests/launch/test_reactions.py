@@ -19,7 +19,7 @@ from odyssey_megatron.cluster.events import (
     Retry,
 )
 from odyssey_megatron.cluster.state import ClusterState, initial_state
-from odyssey_megatron.errors import EXIT_FENCED, EXIT_LAYERS_LOST
+from odyssey_megatron.errors import EXIT_FENCED, EXIT_LAYERS_LOST, EXIT_LEFT_OUT
 from odyssey_megatron.launch.coordinator.reactions import (
     Answer,
     Forget,
@@ -71,6 +71,15 @@ def test_the_last_loss_names_ranks_that_have_come_back_with_nothing(comes):
     but = " that has layers: rank(s) [4] have come back, but hold nothing yet" if comes else ""
     why = f"no rank is left{but}. Restart from the last checkpoint."
     assert actions[-1] == JobVerdict(code=EXIT_LAYERS_LOST, why=why)
+
+
+@pytest.mark.parametrize("code", [EXIT_FENCED, EXIT_LEFT_OUT, 5])
+def test_no_job_ends_with_a_code_of_ranks(code):
+    """Where all have left alike for the others' sake, no rank is left."""
+    job = all_live(begun()[0], 1)
+    _, actions = react(job, [RankDied(rank=rank, code=code, cause="exit") for rank in range(6)], now_s=1.0)
+    assert actions[-1].code == (code if code == 5 else EXIT_LAYERS_LOST)
+    assert ("no rank is left" in actions[-1].why) == (code != 5)
 
 
 @pytest.mark.parametrize(("dead", "full"), [(1, [2]), (3, []), (2, [])])

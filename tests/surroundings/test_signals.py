@@ -169,12 +169,12 @@ def test_a_rank_that_hangs_behind_its_last_step_is_named_and_ended(toy, tmp_path
     assert {e["rank"] for e in events(tmp_path / "run", "step_committed")} == {0, 1, 3}
 
 
-def two_nodes(jobs, name: str, *flags: object) -> tuple[list[Job], Path]:
+def two_nodes(jobs, name: str, *flags: object, stages: int = 1) -> tuple[list[Job], Path]:
     """Of two ranks each; and its run folder."""
     from tests.e2e.jobs import SCRIPT
 
     address = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    script = [SCRIPT, *jobs.flags(name, stages=1), *flags]
+    script = [SCRIPT, *jobs.flags(name, stages=stages), *flags]
     nodes = [
         jobs.server.run(
             ["--nnodes", 2, "--nproc-per-node", 2, *address, "--node-rank", node, *script],
@@ -227,3 +227,27 @@ def test_a_node_that_is_drained_leaves_behind_a_step(jobs):
     lost = [event for event in events(run, "failure_detected")]
     assert sorted(rank for event in lost for rank in event["dead"]) == [2, 3]
     assert {e["step"] for e in events(run, "step_committed")} == set(range(25))
+
+
+def test_a_node_that_alone_has_layers_ends_the_job_with_them(jobs):
+    """The second of two stages is on that node only."""
+    flags = ("--train-iters", 100_000, "--odyssey-on-sigterm", "leave")
+    nodes, run = two_nodes(jobs, "needed", *flags, stages=2)
+    wait_for(lambda: len(events(run, "step_committed")) > 3, 60, "some steps")
+    os.kill(nodes[1].pid, signal.SIGTERM)
+    assert [one.wait(30) for one in nodes] == [EXIT_AS_ASKED] * 2, nodes[0].log() + nodes[1].log()
+    assert_ended_alike(jobs.outcome("needed", exit_code=EXIT_AS_ASKED, log=nodes[0].log()), range(4))
+    assert "this node cannot leave, as no other node has layers 4 to 6 and the head" in nodes[1].log()
+    assert "node 1 was asked to leave, but no other node has layers 4 to 6 and the head" in nodes[0].log()
+
+
+def test_the_last_node_that_is_asked_to_leave_ends_the_job(jobs):
+    flags = ("--train-iters", 100_000, "--odyssey-on-sigterm", "leave")
+    nodes, run = two_nodes(jobs, "last", *flags)
+    wait_for(lambda: len(events(run, "step_committed")) > 3, 60, "some steps")
+    os.kill(nodes[1].pid, signal.SIGTERM)
+    assert nodes[1].wait(30) == EXIT_AS_ASKED, nodes[1].log()
+    os.kill(nodes[0].pid, signal.SIGTERM)
+    assert nodes[0].wait(30) == EXIT_AS_ASKED, nodes[0].log()
+    assert_ended_alike(jobs.outcome("last", exit_code=EXIT_AS_ASKED, log=nodes[0].log()), {0, 1})
+    assert "this node cannot leave, as no rank would be left" in nodes[0].log()

@@ -160,7 +160,8 @@ class OdysseyAgent(LocalElasticAgent):
         self._incarnation = control.count(keys.replaced_key(node))
         # The new lease must be known before ranks join: else they would be lost with the agent before this one.
         self._connect().put(keys.lease_key(node), "")
-        control.forget(keys.bye_key(node))
+        for key in (keys.bye_key(node), keys.may_leave_key(node)):  # of the agent before this one
+            control.forget(key)
         os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
         for rank in ranks:
             control.put(keys.here_key(rank), "")
@@ -250,12 +251,11 @@ class OdysseyAgent(LocalElasticAgent):
             verdict.guard("lease", lambda: self._renew(host, spare, node, verdict))
             verdict.guard("host", lambda: host.await_loss(port))
         others = tuple(range(0 if launch.config.job_host else 1, nodes))
-        who, hosts = f"the agent of node {node}", self._hosting is not None
         ask = Asking(
             launch.on_signal,
             journal,
-            who=who,
-            hosts=hosts,
+            node=node,
+            hosts=self._hosting is not None,
             others=others,
             terminate_s=launch.by_signal_s,
             ends=lambda: host.ends,

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import Protocol
 
-from odyssey_megatron.cluster.events import Ask
+from odyssey_megatron.cluster.events import Ask, NodeLeaves
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.errors import EXIT_AS_ASKED
 from odyssey_megatron.launch.process.signals import Received
@@ -37,15 +37,17 @@ class Ranks(Protocol):
 class Asking:
     """Turns signals into requests to the ranks.
 
-    The first signal asks for what ``how`` says. The second one ends the job at once; or, if only this node was to
-    leave, it ends this node's part in the job, as batch systems that take a node away send two signals.
+    The first signal asks for what ``how`` says. If only this node is to leave, the coordinator is asked whether the
+    others can go on without it; if they cannot, the job ends after a step. The second signal ends the job at once; or,
+    if only this node was to leave, it ends this node's part in the job, as batch systems that take a node away send two
+    signals.
 
     If no rank of this node listens (none is left, or they are about to join), the ranks of other nodes are asked to
     end. While an agent that takes a lost node's place has no rank in the job, a signal to it ends this agent only.
 
     Args:
         how: ``save``, ``leave`` or ``stop``: see ``--odyssey-on-sigterm``.
-        who: The process that gets the signals, as shown to the user.
+        node: The node whose agent gets the signals. None: ``odyssey host`` gets them, which has no ranks.
         hosts: Whether that process also hosts the job, so that it stays when its ranks leave.
         others: Nodes that are to hear of an end, besides the one where the job is hosted.
         terminate_s: Seconds from SIGTERM to SIGKILL if the first signal ends the job.
@@ -58,14 +60,15 @@ class Asking:
         how: str,
         journal: Journal,
         *,
-        who: str,
+        node: int | None,
         hosts: bool,
         others: tuple[int, ...],
         terminate_s: float,
         ends: Callable[[], bool],
         joining: Callable[[], bool],
     ):
-        self._how, self._journal, self._who, self._hosts, self._others = how, journal, who, hosts, others
+        self._how, self._journal, self._hosts, self._others = how, journal, hosts, others
+        self._node, self._who = node, "the job's host" if node is None else f"the agent of node {node}"
         self._terminate_s = terminate_s
         self._ends, self._joining = ends, joining
         self._asked, self._told = Ask.NOTHING, False
@@ -78,9 +81,11 @@ class Asking:
             if (final := self._heed_signal(number, ranks, control)) is not None:
                 verdict.give(final)
                 return
-        if self._asked == Ask.NOTHING and self._ends():
+        if self._asked in (Ask.NOTHING, Ask.STAY) and self._ends():
             self._asked = Ask.END
             ranks.ask(Ask.END)
+        if self._asked == Ask.STAY:
+            self._hear_answer(ranks, control)
         if self._asked == Ask.LEAVE and not ranks.listen and not self._hosts:
             verdict.give(JobVerdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))
 
@@ -93,7 +98,7 @@ class Asking:
         first, self._told = not self._told, True
         how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
         self._journal.event("asked", signal=number.name, how=how, echo=True)
-        if how == "stop" and self._asked == Ask.LEAVE and not self._hosts:
+        if how == "stop" and self._asked in (Ask.LEAVE, Ask.STAY) and not self._hosts:
             return _leaves(
                 ranks,
                 number,
@@ -111,15 +116,32 @@ class Asking:
             )
             control.put_first(keys.VERDICT, to_json(final))
             return final
-        if self._asked == Ask.NOTHING:
-            self._asked = Ask.LEAVE if how == "leave" else Ask.END
-        what = "this node leaves the job" if self._asked == Ask.LEAVE else "the job ends"
-        second = "lets it do so" if self._asked == Ask.LEAVE and not self._hosts else "ends the job"
-        say(f"[odyssey] {number.name}: {what} after the step at hand. A second signal {second} at once.")
-        ranks.ask(self._asked)
-        if self._asked == Ask.END:
-            control.put(keys.END, "")  # the ranks of this node may only be standing by, and not listen
+        if how == "leave" and self._node is not None and self._asked == Ask.NOTHING:
+            self._asked = Ask.STAY
+            ranks.ask(Ask.STAY)
+            control.send(NodeLeaves(node=self._node))
+            second = "ends the job" if self._hosts else "has it leave"
+            what = "this node leaves the job after the step at hand, if the others can go on without it"
+            say(f"[odyssey] {number.name}: {what}. A second signal {second} at once.")
+        else:
+            self._end(ranks, control, number.name)
         return None
+
+    def _hear_answer(self, ranks: Ranks, control: Control) -> None:
+        """Have the ranks leave, or the job end, once the coordinator has said which."""
+        assert self._node is not None
+        needed = control.peek(keys.may_leave_key(self._node))
+        if needed:
+            self._end(ranks, control, f"this node cannot leave, as {needed}")
+        elif needed is not None:
+            self._asked = Ask.LEAVE
+            ranks.ask(Ask.LEAVE)
+
+    def _end(self, ranks: Ranks, control: Control, why: str) -> None:
+        self._asked = Ask.END
+        say(f"[odyssey] {why}: the job ends after the step at hand. A second signal ends the job at once.")
+        ranks.ask(Ask.END)
+        control.put(keys.END, "")  # the ranks of this node may only be standing by, and not listen
 
 
 def _leaves(ranks: Ranks, number: signal.Signals, why: str) -> JobVerdict:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from odyssey_megatron.cluster.events import Event, GenerationLive, NodeLost, RankDied
+from odyssey_megatron.cluster.events import Event, GenerationLive, NodeLeaves, NodeLost, RankDied
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.places import ComesBack
 from odyssey_megatron.cluster.state import initial_state, without_fresh
@@ -23,7 +23,6 @@ from odyssey_megatron.codec import from_json, to_json, to_jsonable
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import (
     EXIT_BAD_INPUT,
-    EXIT_LAYERS_LOST,
     ConfigError,
     ControlPlaneLost,
     LayersLost,
@@ -33,6 +32,7 @@ from odyssey_megatron.errors import (
 from odyssey_megatron.launch.coordinator import reactions
 from odyssey_megatron.launch.coordinator.following import Following
 from odyssey_megatron.launch.coordinator.learning import Learning
+from odyssey_megatron.launch.coordinator.needed import Departures, fatal_loss
 from odyssey_megatron.launch.coordinator.offers import NextPlan, Offers
 from odyssey_megatron.launch.coordinator.planner import Planner
 from odyssey_megatron.launch.coordinator.reactions import (
@@ -40,6 +40,7 @@ from odyssey_megatron.launch.coordinator.reactions import (
     Answer,
     Forget,
     JobState,
+    LetGo,
     Recover,
     Report,
     Withdraw,
@@ -61,10 +62,7 @@ from odyssey_megatron.launch.wire.verdict import (
     lost_before_training,
 )
 from odyssey_megatron.metrics.journal import Journal
-from odyssey_megatron.names import layer_names
 from odyssey_megatron.plan.checking.units import check_units
-from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.placing.spread import on_one_node, spread
 from odyssey_megatron.plan.sending.generation import CandidateRow, Finished, Generation, Message, Stop
 from odyssey_megatron.policy.table import candidates_table
 
@@ -94,23 +92,6 @@ def _nothing_collected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def _fatal(layout: Layout, nodes: Mapping[int, int], copies: int) -> str:
-    """Return which single loss would end a job with the first ``layout``, and what helps; empty if none would."""
-    ends = f"ends the job, exit code {EXIT_LAYERS_LOST}."
-    if alone := sorted({layer for layers in layout.alone().values() for layer in layers}):
-        return (
-            f"{layer_names(alone, layout.num_layers)}, each on one rank or cell only: losing it {ends} "
-            "--odyssey-redundancy state or more data parallelism survives."
-        )
-    if fatal := on_one_node(layout, nodes):
-        helps = spread(layout, nodes, copies) is not layout
-        return (
-            f"node(s) {', '.join(map(str, fatal))}: all replicas of some layers are on one. Losing it {ends}"
-            + " --odyssey-layout spread puts replicas on different nodes." * helps
-        )
-    return ""
 
 
 class Coordinator:
@@ -150,6 +131,7 @@ class Coordinator:
         rebalancing = Rebalancing(planner, said, said.say, acts=acts, seeks=config.layout == "auto")
         replacing = Replacing(planner, said, said.say, acts=acts, restarts=config.respawn > 0)
         self._offers = Following(Offers(planner, rebalancing, replacing), said)
+        self._departures = Departures(planner)
         self._unheard: list[Event] = []
         self._agreed = 0
         """Number of the newest generation whose members are known to have agreed on how far they are."""
@@ -181,12 +163,14 @@ class Coordinator:
     def _await_job(self) -> JobVerdict | None:
         """Wait until all ranks have posted the job; return a verdict if one of them ends before that."""
         posted = [keys.digest_key(rank) for rank in range(self._world_size)]
+        asked = list[Event]()  # they are answered once there is a plan
         while not self._control.has(posted):
             found = self._events(_TICK_S / 2)
             if found and self._control.has(posted):
                 # These ranks died after all had posted: for their agents, too, the job was running by then.
-                self._unheard = found
+                self._unheard = [*asked, *found]
                 return None
+            asked += [event for event in found if isinstance(event, NodeLeaves)]
             stranger = bool(found) and keys.is_stranger(self._control, self._mode)
             for event in found:
                 if isinstance(event, NodeLost):
@@ -200,6 +184,7 @@ class Coordinator:
                         event.rank, exits, self._world_size, refused, stranger=stranger
                     ):
                         return verdict
+        self._unheard = asked
         return None
 
     def _start(self) -> JobVerdict | None:
@@ -216,7 +201,7 @@ class Coordinator:
             return self._stop(
                 stop(self._job, str(error), EXIT_BAD_INPUT if isinstance(error, ConfigError) else 1)
             )
-        if fatal := _fatal(decided.plan.layout, cluster.nodes, spec.optimizer_copies):
+        if fatal := fatal_loss(decided.plan.layout, cluster.nodes, spec.optimizer_copies):
             self._say(f"[odyssey] {fatal}")
         job = replace(job, start_plan=decided.plan)
         decide_s = time.monotonic() - began_s
@@ -277,6 +262,8 @@ class Coordinator:
                 self._report(action)
             case Answer():
                 self._answer(action)
+            case LetGo(node=node):
+                self._let_go(node)
             case Forget(number=number):
                 self._control.forget_before(number)
             case Withdraw(number=number, after=after):
@@ -301,7 +288,15 @@ class Coordinator:
         self._control.put(key, keys.NOT_WELCOME if newest is None else str(newest))
         if newest is not None:
             self._leases.watch(joined.node)
+            self._departures.came_back(joined.node)
             self._journal.event("rank_joined", generation=newest, echo=True, target=joined.rank)
+
+    def _let_go(self, node: int) -> None:
+        with _nothing_collected():
+            why = self._departures.ask(node, self._job)
+        if why:
+            self._say(f"[odyssey] {self._departures.ends}: the job ends after the step at hand.")
+        self._control.put(keys.may_leave_key(node), why)
 
     def _recover(self, wanted: Recover) -> JobVerdict | None:
         began_s, job = time.monotonic(), self._job
@@ -418,6 +413,7 @@ class Coordinator:
             cut_short,
             refused=self._refused(),
             ended_behind=self._job.early,
+            because=self._departures.ends,
         )
 
     def _stop(self, told: Stop) -> JobVerdict:

@@ -13,6 +13,7 @@ from typing import Any
 from odyssey_megatron.cluster.events import (
     Event,
     GenerationLive,
+    NodeLeaves,
     NodeLost,
     OfferFailed,
     RankDied,
@@ -30,7 +31,14 @@ from odyssey_megatron.cluster.state import (
     offer_generation,
     without_fresh,
 )
-from odyssey_megatron.errors import EXIT_ALIKE, EXIT_BAD_INPUT, EXIT_LAYERS_LOST, EXIT_UNSOUND, LayersLost
+from odyssey_megatron.errors import (
+    ENDS_OF_RANKS,
+    EXIT_ALIKE,
+    EXIT_BAD_INPUT,
+    EXIT_LAYERS_LOST,
+    EXIT_UNSOUND,
+    LayersLost,
+)
 from odyssey_megatron.launch.coordinator.offer_tries import OfferTries
 from odyssey_megatron.launch.wire.verdict import JobVerdict
 from odyssey_megatron.plan.placing.groups import timed_pairs
@@ -113,6 +121,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LetGo:
+    """Tell the agent of ``node`` whether its ranks may leave."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
     """Delete what generations before ``number`` have left in the store: all members have entered that one."""
 
@@ -139,7 +154,7 @@ class Recover:
     """(plan, rank) of each rank that has run out of memory under a plan."""
 
 
-Action = Report | Answer | Forget | Withdraw | Recover | Stop | Finished | JobVerdict
+Action = Report | Answer | LetGo | Forget | Withdraw | Recover | Stop | Finished | JobVerdict
 """What the coordinator is to do. With ``Stop`` and ``Finished`` it tells the members that the job ends; with
 ``JobVerdict`` the job is over at once.
 """
@@ -230,6 +245,8 @@ def _after(job: JobState, event: Event, now_s: float) -> tuple[JobState, list[Ac
                 job = replace(job, exits={**job.exits, rank: code})
         case NodeLost(node=node):
             job = replace(job, exits={**dict.fromkeys(job.ranks_on(node), -9), **job.exits})
+        case NodeLeaves(node=node):
+            return job, [LetGo(node=node)]
         case RankFinished(early=early):
             job = replace(job, early=early)
         case RankJoined(rank=rank):
@@ -347,10 +364,10 @@ def gone_alike(job: JobState) -> tuple[int, str] | None:
 
 def _alike(job: JobState, ranks: Collection[int]) -> tuple[int, str] | None:
     """Return exit code and message if ``ranks`` all failed by themselves with one exit code, so that no hardware was
-    lost; else None.
+    lost; else None. A code that no job ends with says that they left for the others' sake.
     """
     codes = {job.exits.get(rank, -9) for rank in ranks}
-    if len(codes) != 1 or min(codes) <= 0:
+    if len(codes) != 1 or min(codes) <= 0 or codes <= ENDS_OF_RANKS:
         return None
     (code,) = codes
     return code, f"rank(s) {sorted(ranks)} ended with exit code {code}; their logs say why."

@@ -178,6 +178,11 @@ def lease_key(node: int) -> str:
     return f"lease/{node}"
 
 
+def may_leave_key(node: int) -> str:
+    """Return the key at which the coordinator says why the ranks of ``node`` cannot leave; "": they may."""
+    return f"may-leave/{node}"
+
+
 def bye_key(node: int) -> str:
     """Return the key that the agent of ``node`` sets when it has heard of the job's end and its ranks have ended."""
     return f"bye/{node}"

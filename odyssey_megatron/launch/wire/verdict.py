@@ -103,7 +103,12 @@ def before_training(
 
 
 def after_training(
-    exits: Mapping[int, int], cut_short: Collection[int], *, refused: str, ended_behind: int
+    exits: Mapping[int, int],
+    cut_short: Collection[int],
+    *,
+    refused: str,
+    ended_behind: int,
+    because: str = "",
 ) -> JobVerdict:
     """Return the verdict on a job whose steps are all committed.
 
@@ -112,6 +117,7 @@ def after_training(
         cut_short: The ranks whose scripts have not come to their end.
         refused: The error with which a rank has ended without printing it, if one has.
         ended_behind: The last iteration, if a signal asked the job to end; else -1.
+        because: Why the whole job ends, if the signal asked for less.
     """
     for rank, code in exits.items():
         if code in _UNPRINTED and refused:
@@ -126,7 +132,8 @@ def after_training(
             "these were to write is missing, unless it was written by then.",
         )
     if ended_behind >= 0:
-        why = f"the job has ended after iteration {ended_behind}, as a signal asked it to."
+        more = f": {because}" if because else ""
+        why = f"the job has ended after iteration {ended_behind}, as a signal asked it to{more}."
         return JobVerdict(code=EXIT_AS_ASKED, why=why)
     return JobVerdict(code=0)
 
