@@ -234,6 +234,10 @@ def test_who_waits_for_a_host_says_so_and_where_nobody_can_host(monkeypatch, cap
         ({"nodes": 3}, "--nnodes is 3 here, and 2"),
         ({"lease_s": 60.0}, "--odyssey-node-lease-s is 60 here, and 3"),
         ({"observes": True}, "--odyssey is observe here, and recover"),
+        (
+            {"version": "0.0.9 (sources 12ab)"},
+            r"odyssey-megatron is 0\.0\.9 \(sources 12ab\) here, and \d+\.\d+",
+        ),
     ],
 )
 def test_a_node_with_other_flags_than_the_first_is_refused(unlike, said):

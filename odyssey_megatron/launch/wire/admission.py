@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import hmac
 import json
@@ -22,10 +23,11 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from ipaddress import ip_address
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +40,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from odyssey_megatron import __version__
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch.wire.local_rendezvous import FixedRendezvous
 from odyssey_megatron.launch.wire.lost_host import give_up_after, give_up_on_host
@@ -66,6 +69,7 @@ _UNLIKE = (
     "{flag} is {ours} here, and {theirs} where the job is hosted ({host}:{port}). Start all of its nodes with the "
     "same."
 )
+_VERSION = "the version of odyssey-megatron"
 _ONLY_HERE = (
     "[odyssey] {host}, where the job's nodes are to meet, is {address} on this machine (/etc/hosts), which no other "
     "one reaches. Name it by the address that all reach it at ({option})."
@@ -92,6 +96,18 @@ _NO_ROOM = (
 _SO_ATTACH_FILTER = 26  # <asm-generic/socket.h>
 
 
+@functools.cache
+def version_here() -> str:
+    """Return this package's version, with a digest of its sources: two commits of one version may not understand each
+    other.
+    """
+    root, found = Path(__file__).parents[2], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        source = path.read_bytes()
+        found.update(f"{path.relative_to(root).as_posix()}\0{len(source)}\0".encode() + source)
+    return f"{__version__} (sources {found.hexdigest()[:12]})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
     """Where and how nodes meet, as the command line says it."""
@@ -110,6 +126,7 @@ class Meeting:
     """Whether the job has an ``odyssey host``, so that all nodes knock at its door."""
     observes: bool = False
     """Whether Odyssey only looks on: then ranks do not wait for one another where others do."""
+    version: str = field(default_factory=version_here)
 
     @property
     def option(self) -> str:
@@ -118,8 +135,9 @@ class Meeting:
 
     @property
     def common(self) -> dict[str, str]:
-        """The flags that must be the same on all machines, since agents judge or await each other by them."""
+        """What must be the same on all machines, since agents understand, judge or await each other by it."""
         return {
+            _VERSION: self.version,
             "--nnodes": f"{self.nodes}",
             "--odyssey-node-lease-s": f"{self.lease_s:g}",
             "--odyssey": "observe" if self.observes else "recover",
@@ -194,7 +212,7 @@ class Admission(FixedRendezvous):
                     say(_WAITS.format(**where, error=error) + hint.format(option=meeting.option))
                 time.sleep(0.1)
         for flag, ours in meeting.common.items():
-            if (theirs := found[flag]) != ours:
+            if (theirs := found.get(flag, "an older one")) != ours:
                 raise ConfigError(
                     _UNLIKE.format(flag=flag, ours=ours, theirs=theirs, host=meeting.host, port=meeting.port)
                 )
