@@ -151,8 +151,8 @@ class OdysseyConfig:
         "Megatron puts them side by side. Gradients are then summed between nodes. auto: the best pipelines for the "
         "profile, if they are faster and survive the loss of one worker as before (with "
         "--use-distributed-optimizer, of --odyssey-redundancy-level ones), fewer pipelines with second holders among "
-        "them; also spread. Once costs are measured the job moves in the background to a layout that is 3 % faster by "
-        "them, if there is one",
+        "them; spread where the loss of a node would end the job. Once costs are measured the job moves in the "
+        "background to a layout that is 3 % faster by them, if there is one",
         choices=LAYOUTS,
     )
     redundancy: str = _flag(

@@ -219,7 +219,8 @@ def _healthy(
     layout: Layout, job: JobSpec, state: ClusterState, profile: Profile, least_holders: int = 0
 ) -> Plan:
     if job.spreads_replicas:
-        layout = spread(layout, state.nodes, job.optimizer_copies)
+        # More nodes than survive the loss of one are slower to sum between: only who asks for it has them.
+        layout = spread(layout, state.nodes, job.optimizer_copies, widely=not job.best_layout)
     layout = _held(layout, job, state, profile, least_holders)
     return scheduled("initial", layout, (), state, profile, job=job, eager=job.eager_forwards)
 

@@ -8,7 +8,7 @@ import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import initial_state
-from odyssey_megatron.plan.layout import layout_from_routes, megatron_layout, pipeline_route
+from odyssey_megatron.plan.layout import Layout, layout_from_routes, megatron_layout, pipeline_route
 from odyssey_megatron.plan.placing.redundancy import with_keepers
 from odyssey_megatron.plan.placing.spread import on_one_node, spread
 from odyssey_megatron.policy.costs.profile import Profile
@@ -41,6 +41,33 @@ def test_any_node_may_be_lost(stages, replicas, a_node):
     ] * 2
     assert [route.microbatches for route in apart.routes] == [route.microbatches for route in layout.routes]
     assert (apart is layout) == (not on_one_node(layout, nodes)), "what is apart already stays"
+
+
+@pytest.mark.parametrize(("count", "a_node", "stages"), [(3, 2, 2), (4, 8, 2), (8, 8, 4)])
+def test_replicas_on_two_nodes_are_dealt_to_all_if_that_is_asked_for(count, a_node, stages):
+    """The loss of any one node is survived before; that of any two only then."""
+    workers = count * a_node
+    layout = megatron_layout(
+        num_layers=10, pipeline_size=stages, num_workers=workers, num_microbatches=workers
+    )
+    nodes = {worker: worker // a_node for worker in range(workers)}
+
+    def on(one: Layout) -> set[int]:
+        return {len({nodes[worker] for worker in holders}) for holders in one.all_holders}
+
+    assert on(layout) == {2}
+    assert spread(layout, nodes) is layout
+    assert on(wide := spread(layout, nodes, widely=True)) == {count}
+    assert spread(wide, nodes, widely=True) is wide
+    survives = not on_one_node(with_keepers(layout, None, nodes, 2), nodes)
+    assert (spread(layout, nodes, 2, widely=True) is layout) == survives, "two keepers have two nodes at most"
+
+
+def test_a_job_that_asks_for_it_begins_on_all_nodes():
+    state, profile = initial_state(nodes=(0, 0, 1, 1, 2, 2)), Profile(costs=uniform_costs(8, ends=True))
+    for job, count in ((JOB, 2), (replace(JOB, spreads_replicas=True), 3)):
+        holders = initial_plan(replace(job, num_microbatches=12), state, profile).layout.all_holders
+        assert {len({state.nodes[worker] for worker in one}) for one in holders} == {count}
 
 
 def test_pipelines_that_are_not_alike():

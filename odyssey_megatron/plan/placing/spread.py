@@ -30,22 +30,27 @@ def nodes_alone(owners: Iterable[tuple[int, ...]], nodes: Mapping[int, int]) -> 
     return {min(on) for on in of_slices if len(on) == 1}
 
 
-def spread(layout: Layout, nodes: Mapping[int, int], optimizer_copies: int = 0) -> Layout:
+def spread(
+    layout: Layout, nodes: Mapping[int, int], optimizer_copies: int = 0, *, widely: bool = False
+) -> Layout:
     """Return ``layout`` with its workers in each other's places, so that fewer layers would be lost with one node.
 
     A layer would be lost if all its holders are on the node; or, with ``optimizer_copies``, if all owners of a slice of
-    its optimizer state are. Returns ``layout`` itself if nothing is won.
+    its optimizer state are. With ``widely`` it is also worth it if as many would be lost, but layers are on more nodes,
+    those first that are on fewest. Returns ``layout`` itself if nothing is won.
 
     Workers are alike, so nothing else changes. The places that compute the same layers are dealt to the nodes in turn:
     they are on as many different nodes as there are nodes, or holders.
     """
     found = _dealt(layout, nodes)
 
-    def alone(one: Layout) -> int:
+    def safety(one: Layout) -> tuple[int, list[int]]:
         kept = with_keepers(one, None, nodes, optimizer_copies)
-        return sum(map(len, on_one_node(kept, nodes).values()))
+        alone = sum(map(len, on_one_node(kept, nodes).values()))
+        fewest = (min(len({nodes[worker] for worker in each}) for each in owners) for owners in kept.owners)
+        return -alone, sorted(fewest) if widely else []
 
-    return found if alone(found) < alone(layout) else layout
+    return found if safety(found) > safety(layout) else layout
 
 
 def _dealt(layout: Layout, nodes: Mapping[int, int]) -> Layout:
