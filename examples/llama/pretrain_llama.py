@@ -253,9 +253,11 @@ def build_dataset(args: argparse.Namespace, run_dir: str) -> Any:
         )
     except FileNotFoundError as error:  # of ranks other than 0: Megatron builds indices on that one alone
         raise ConfigError(
-            f"{error.filename} does not exist on this node. Rank 0 has built the dataset's indices where it alone "
-            "sees them. Name folders that all nodes have in common: by --odyssey-run-dir, or, if nodes have run "
-            "folders of their own, by --data-path and --data-cache-path."
+            f"{error.filename} does not exist on this node, where these indices are of {args.train_iters} iterations "
+            f"of {args.global_batch_size} samples of {args.seq_length} tokens, seed {args.seed}. If the job was "
+            "started with others, use its arguments (--train-iters, --global-batch-size, --seq-length, --seed). "
+            "Otherwise rank 0 has built them where it alone sees them: name folders that all nodes have in common, "
+            "by --odyssey-run-dir, or, if nodes have run folders of their own, by --data-path and --data-cache-path."
         ) from error
 
 

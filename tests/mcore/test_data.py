@@ -90,6 +90,11 @@ def test_indices_that_rank_0_has_built_on_another_node_are_said_to_be_missing(
     assert len(pretrain_llama.build_dataset(args, str(tmp_path / "node0"))) >= 4
     with pytest.raises(ConfigError, match=r"_index.npy does not exist on this node.* --data-cache-path"):
         pretrain_llama.build_dataset(args, str(tmp_path / "node1"))
+    args.global_batch_size, args.seq_length = 4000, 8
+    with pytest.raises(
+        ConfigError, match=r"of 2 iterations of 4000 samples of 8 tokens, seed 1\. If the job was st"
+    ):
+        pretrain_llama.build_dataset(args, str(tmp_path / "node0"))
 
 
 def test_an_evaluation_behind_a_checkpoint_is_what_it_would_have_been(make_model):
