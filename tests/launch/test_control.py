@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -31,6 +33,19 @@ def test_values(connect):
     assert one.get("first") == "a"
     with pytest.raises(TimeoutError):
         one.get("never", timeout_s=0.01)
+
+
+def test_who_waits_is_not_woken_by_others_who_look(connect):
+    one, other, found = connect(), connect(), list[str]()
+    waiting = threading.Thread(target=lambda: found.append(one.get("key", timeout_s=5)), daemon=True)
+    waiting.start()
+    for _ in range(20):
+        assert not other.said("key")
+        time.sleep(0.01)
+    other.put("key", "text")
+    waiting.join(5)
+    assert found == ["text"]
+    assert other.said("key")
 
 
 def test_who_joins_leaves_no_answer_behind(connect):

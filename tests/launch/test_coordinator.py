@@ -12,10 +12,12 @@ from odyssey_megatron.cluster.events import (
     RankFinished,
     Retry,
 )
+from odyssey_megatron.codec import to_json
 from odyssey_megatron.errors import EXIT_FENCED, ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.launch.coordinator import offer_tries
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import EVENTS
+from odyssey_megatron.launch.wire.verdict import JobVerdict
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.sending.generation import Finished, Generation
 from tests.launch.played import PLAN, Job
@@ -80,6 +82,16 @@ def test_who_runs_out_of_memory_and_alone_has_layers_tries_once_more(started):
     assert "try once more" in tried
     assert "try once more" in again
     assert "left out" in left_out
+
+
+def test_nothing_is_decided_once_an_agent_has_ended_the_job(started):
+    """By a signal. Its ranks are then ended one after the other."""
+    started.live(1, 0, 1, 2, 3)
+    started.control.put(keys.VERDICT, to_json(JobVerdict(code=143, why="the job was ended")))
+    started.died(2, 3)
+    assert started.end() is None
+    assert started.absent(2)
+    assert not any("failure_detected" in line for line in started.said)
 
 
 def test_two_deaths_of_one_incident_are_one_decision(started):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from odyssey_megatron.config import OdysseyConfig
+from odyssey_megatron.codec import to_json
+from odyssey_megatron.config import LEASE_S, OdysseyConfig
+from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.launch.agent import hosting as module
+from odyssey_megatron.launch.agent.agent import OdysseyAgent
 from odyssey_megatron.launch.agent.hosting import Hosting
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.verdict import JobVerdict
@@ -63,3 +67,15 @@ def test_nobody_is_waited_for_who_is_lost(hosting, connect, monkeypatch, lease_s
 
 def test_nodes_that_never_came_are_not_waited_for(hosting, connect):
     assert parts(hosting, connect(), nodes=()) < 2.0
+
+
+def test_who_comes_meanwhile_starts_no_ranks(connect):
+    """In the place of a lost node."""
+    control, agent = connect(), OdysseyAgent.__new__(OdysseyAgent)
+    agent._launch = SimpleNamespace(config=OdysseyConfig(node_lease_s=LEASE_S.low))
+    control.put(keys.lease_key(1), "")
+    control.put(keys.node_key(1), "[2, 3]")
+    control.put(keys.VERDICT, to_json(JobVerdict(code=0)))
+    with pytest.raises(ConfigError, match="has just ended, so node 1 has nothing to join"):
+        agent._take_over(control, 1, [2, 3])
+    assert control.counted(keys.replaced_key(1)) == 0

@@ -55,6 +55,7 @@ _ALIVE = (
     "node {node} is alive: its agent renews its lease, so no other can take its place. 'odyssey join' replaces a node "
     "that was lost; --node-rank says which."
 )
+_ENDED = "the job under this address has just ended, so node {node} has nothing to join. Start one with 'odyssey run'."
 _OTHERS = (
     "node {node} has {had} rank(s) in this job, and this command would start {ranks}. Use the arguments of its "
     "'odyssey run', --nproc-per-node too."
@@ -155,6 +156,8 @@ class OdysseyAgent(LocalElasticAgent):
         # Checked before anything is written or started in the node's name.
         if beats(control, node, self._launch.config.node_lease_s):
             raise ConfigError(_ALIVE.format(node=node))
+        if control.said(keys.VERDICT):  # its host waits for the agents before it goes
+            raise ConfigError(_ENDED.format(node=node))
         if (had := json.loads(control.get(keys.node_key(node)))) != ranks:
             raise ConfigError(_OTHERS.format(node=node, had=len(had), ranks=len(ranks)))
         self._incarnation = control.count(keys.replaced_key(node))

@@ -94,6 +94,10 @@ def _nothing_collected() -> Iterator[None]:
         gc.enable()
 
 
+class _EndedElsewhere(Exception):
+    """An agent or ``odyssey host`` was sent a signal, and has given the job's verdict."""
+
+
 class Coordinator:
     """Coordinates one job, from the first words of its ranks to the verdict.
 
@@ -137,13 +141,13 @@ class Coordinator:
         """Number of the newest generation whose members are known to have agreed on how far they are."""
 
     def run(self) -> JobVerdict | None:
-        """Run until the job ends, and publish and return its verdict; None if the store is gone."""
+        """Run until the job ends, and publish and return its verdict; None if others gave it, or the store is gone."""
         gc.freeze()  # imported modules stay anyway, and a collection during a decision would take 0.1 s for them
         try:
             verdict = self._await_job() or (
                 self._observe() if self._mode == "observe" else self._start() or self._train()
             )
-        except ControlPlaneLost:
+        except (ControlPlaneLost, _EndedElsewhere):
             return None
         except Exception as error:  # noqa: BLE001 - whatever it is, agents and ranks must hear that the job ends
             self._say(traceback.format_exc())
@@ -472,6 +476,8 @@ class Coordinator:
                 _log.warning("dropped a malformed event: %s", event)
             else:
                 found.append(replace(event, t_s=time.monotonic()) if isinstance(event, RankDied) else event)
+        if self._control.said(keys.VERDICT):
+            raise _EndedElsewhere
         # Losses of nodes come first: a node that is replaced was lost before the ranks in its place could join.
         return [*self._lost_nodes(), *found]
 

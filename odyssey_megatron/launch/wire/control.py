@@ -351,7 +351,8 @@ class Control:
     def said(self, key: str) -> bool:
         """Return whether a holder of the token has set ``key``."""
         with contextlib.suppress(ValueError):
-            return self.peek(key) is not None
+            # A peek at a missing key wakes whoever waits for it, as if it had come.
+            return self.has([key]) and self.peek(key) is not None
         return False
 
     def read(self, keys: Sequence[str]) -> list[str]:
