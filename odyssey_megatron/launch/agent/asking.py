@@ -78,7 +78,7 @@ class Asking:
 
     def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
         for number in ranks.signals.take():
-            if (final := self._heed_signal(number, ranks, control)) is not None:
+            if (final := self._heed_signal(number, ranks, verdict, control)) is not None:
                 verdict.give(final)
                 return
         if self._asked in (Ask.NOTHING, Ask.STAY) and self._ends():
@@ -89,7 +89,9 @@ class Asking:
         if self._asked == Ask.LEAVE and not ranks.listen and not self._hosts:
             verdict.give(JobVerdict(code=EXIT_AS_ASKED, why="this node has left the job, as it was asked to"))
 
-    def _heed_signal(self, number: signal.Signals, ranks: Ranks, control: Control) -> JobVerdict | None:
+    def _heed_signal(
+        self, number: signal.Signals, ranks: Ranks, verdict: VerdictWatch, control: Control
+    ) -> JobVerdict | None:
         """Ask the ranks for what this signal asks for; return a verdict if it ends the job here at once."""
         if self._joining():
             return _leaves(
@@ -114,6 +116,7 @@ class Asking:
                 terminate_s=self._terminate_s if first else 0.0,
                 nodes=self._others,
             )
+            verdict.give(final)  # before it comes back as somebody else's
             control.put_first(keys.VERDICT, to_json(final))
             return final
         if how == "leave" and self._node is not None and self._asked == Ask.NOTHING:

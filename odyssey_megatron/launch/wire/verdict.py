@@ -148,6 +148,8 @@ class VerdictWatch:
     def __init__(self, control: Control):
         self.value: JobVerdict | None = None
         self.arrived = False
+        self.is_others = False
+        """Whether it was given elsewhere, so that its reason has not been said here."""
         self.fd = os.eventfd(0)
         self._start("verdict", lambda: self._run(control))
 
@@ -190,7 +192,9 @@ class VerdictWatch:
 
     def _run(self, control: Control) -> None:
         try:
-            self.value = from_json(JobVerdict, control.get(keys.VERDICT))
+            value = from_json(JobVerdict, control.get(keys.VERDICT))
+            if not self.arrived:
+                self.value, self.is_others = value, True
         except ControlPlaneLost as error:
             _log.info("no verdict: %s", error)
         self.lost()
