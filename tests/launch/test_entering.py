@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("torch")
 
 from odyssey_megatron.errors import ControlPlaneLost, Superseded
 from odyssey_megatron.launch.rank.attention import Attention
-from odyssey_megatron.launch.rank.entering import Entering, Role, concerns, part_in
+from odyssey_megatron.launch.rank.entering import Entering, Role, concerns, part_in, why_without
 from odyssey_megatron.launch.rank.watch import Watch
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
@@ -41,6 +42,14 @@ GENERATION = Generation(
 def test_each_process_has_one_part(rank, incarnation, part):
     assert part_in(GENERATION, rank, incarnation) is part
     assert concerns(GENERATION, rank, incarnation) == (part in (Role.MEMBER, Role.LEFT))
+
+
+def test_who_is_left_behind_is_told_its_own_cause():
+    offer = replace(GENERATION, planned=True, dead=(), why="rank(s) [6] have cost 9.0 s by being slow")
+    assert why_without(GENERATION, 6, 0).startswith("rank(s) [6] were declared dead")
+    assert why_without(GENERATION, 7, 0) == "it was declared dead before, or has left between two steps"
+    assert why_without(GENERATION, 3, 0) == "another process has taken its place"
+    assert why_without(offer, 6, 0) == offer.why
 
 
 @pytest.mark.parametrize("why", ["no route to rank 3", ""])

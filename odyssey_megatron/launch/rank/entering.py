@@ -45,6 +45,20 @@ def concerns(offered: Generation, rank: int, incarnation: int) -> bool:
     return part_in(offered, rank, incarnation) in (Role.MEMBER, Role.LEFT)
 
 
+def why_without(generation: Generation, rank: int, incarnation: int) -> str:
+    """Return why ``generation`` goes on without process number ``incarnation`` of ``rank``."""
+    if part_in(generation, rank, incarnation) is Role.REPLACED:
+        return "another process has taken its place"
+    if generation.planned:  # it begins between two steps, and nobody has died
+        return generation.why
+    if rank in generation.dead:
+        return (
+            f"rank(s) {list(generation.dead)} were declared dead: a process of theirs, or of their cells, has ended or "
+            "was silent for longer than --odyssey-hang-s, or their node for longer than --odyssey-node-lease-s"
+        )
+    return "it was declared dead before, or has left between two steps"
+
+
 class Entering:
     """Waits for the generations that one process enters.
 
@@ -85,14 +99,15 @@ class Entering:
         if isinstance(message, Stop):
             raise JobStopped(message.why, message.code)
         if isinstance(message, Finished):
-            raise self._left_behind(message.number, "finished")
+            self._fenced(message.number, "finished")
+            raise Fenced(f"the job has finished without rank {self._rank}, which was not in it any more")
         match part_in(message, self._rank, self._incarnation):
             case Role.MEMBER:
                 return message
             case Role.WAITS:
                 self._watch.settled = False
                 return self._offered_after(message.number)
-        raise self._left_behind(message.number, message.why, message.dead)
+        raise self._left_behind(message)
 
     def await_newer(self, after: int, why: str, timeout_s: float | None = None) -> None:
         """Wait for a generation after ``after``, and ask for one if none comes soon; the first is not asked for.
@@ -142,12 +157,9 @@ class Entering:
                 self._watch.take_offer(message.number)
                 return message
             if not is_offer and part is not Role.WAITS:
-                raise self._left_behind(message.number, message.why, message.dead)
+                raise self._left_behind(message)
 
-    def _left_behind(self, number: int, why: str, dead: tuple[int, ...] | None = None) -> Fenced:
-        self._fenced(number, why)
-        lost = f" (lost: {list(dead)})" if dead is not None else ""
-        return Fenced(
-            f"generation {number} goes on without rank {self._rank}, which was declared dead or whose "
-            f"cell has lost a rank{lost}, or is to be whole again, or which is slow and replaced"
-        )
+    def _left_behind(self, generation: Generation) -> Fenced:
+        self._fenced(generation.number, generation.why)
+        why = why_without(generation, self._rank, self._incarnation)
+        return Fenced(f"generation {generation.number} goes on without rank {self._rank}: {why}")
