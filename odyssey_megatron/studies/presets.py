@@ -47,16 +47,15 @@ class Accelerator:
     """Rate between nodes for one GPU: that of its network card."""
     node_bytes_per_s: float
     """Rate of NVLink in one direction for one GPU."""
-    node_gpus: int = 8
-    """Number of GPUs that NVLink joins."""
+    rack_gpus: int | None = None
+    """Number of GPUs that NVLink joins across nodes; None: it joins those of a node."""
 
-    @property
-    def links(self) -> Links:
-        """The links among the ranks of a worker."""
+    def links(self, node_gpus: int) -> Links:
+        """Return the links among the ranks of a worker, on nodes of ``node_gpus`` GPUs."""
         return Links(
             node_bytes_per_s=self.node_bytes_per_s * LINK_EFFICIENCY,
             card_bytes_per_s=self.link_bytes_per_s * LINK_EFFICIENCY,
-            node_gpus=self.node_gpus,
+            node_gpus=self.rack_gpus or node_gpus,
         )
 
 
@@ -90,6 +89,7 @@ class Model:
         micro_batch_size: int = 1,
         sequence_parallel: bool = True,
         headroom_percent: int = _HEADROOM_PERCENT,
+        node_gpus: int = 8,
     ) -> Profile:
         """Return the estimated profile on ``device``.
 
@@ -98,6 +98,7 @@ class Model:
             expert_tensor_parts: the number of ranks that each have a part of the same expert; 0: all tensor-parallel
                 ranks.
             headroom_percent: share of the device's memory that no plan may use (--odyssey-memory-headroom-percent).
+            node_gpus: the number of GPUs of a node.
         """
         experts = self.experts and replace(self.experts, parts=expert_parts, tensor_parts=expert_tensor_parts)
         computing = estimated_profile(
@@ -125,7 +126,7 @@ class Model:
         )
         return exchanging(
             computing,
-            device.links,
+            device.links(node_gpus),
             hidden_size=self.hidden_size,
             ffn_hidden_size=self.ffn_hidden_size,
             attention=self.attention,
@@ -220,7 +221,7 @@ ACCELERATORS = {
     # A rack of 72 has 180 PFLOPS, 13.4 TB, and 576 TB/s.
     "gb200": Accelerator(
         peak_flops_per_s=2500e12, memory_bytes=186 * GIB, memory_bytes_per_s=8e12,
-        link_bytes_per_s=50e9, node_bytes_per_s=900e9, node_gpus=72,
+        link_bytes_per_s=50e9, node_bytes_per_s=900e9, rack_gpus=72,
     ),
 }  # fmt: skip
 

@@ -20,7 +20,15 @@ from odyssey_megatron.studies import launch_line
 from odyssey_megatron.studies.busy_experts import with_measured_loads
 from odyssey_megatron.studies.fitting import fitted
 from odyssey_megatron.studies.launch_line import LaunchLine
-from odyssey_megatron.studies.presets import ACCELERATORS, EFFICIENCY, GIB, LINK_EFFICIENCY, MODELS, named
+from odyssey_megatron.studies.presets import (
+    ACCELERATORS,
+    EFFICIENCY,
+    GIB,
+    LINK_EFFICIENCY,
+    MODELS,
+    Accelerator,
+    named,
+)
 from odyssey_megatron.studies.trace import gpus_at
 
 MAX_GPUS = 16_384
@@ -165,7 +173,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     check_world(nodes * gpus, pp, cell)
     dp = nodes * gpus // (pp * cell.size)
     num_microbatches = _num_microbatches(line, options.num_microbatches, dp, cell.lanes)
-    name, profile, known = _costs(line, options, cell)
+    name, profile, known = _costs(line, options, cell, gpus)
     profile, of_memory = _with_memory(profile, options.gpu_memory_gib, line.config.memory_headroom_percent)
     kept = line.kept
     job = JobSpec(
@@ -207,14 +215,22 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     )
 
 
-def _costs(line: LaunchLine, options: argparse.Namespace, cell: Cell) -> tuple[str, Profile, tuple[str, ...]]:
-    """Return a name for what is planned, its profile, and sentences on its costs. Raises ConfigError."""
+def _costs(
+    line: LaunchLine, options: argparse.Namespace, cell: Cell, gpus: int
+) -> tuple[str, Profile, tuple[str, ...]]:
+    """Return a name for what is planned, its profile, and sentences on its costs. Raises ConfigError.
+
+    Args:
+        gpus: number of GPUs of a node.
+    """
     if options.profile:
         profile = load_profile(options.profile)
         return options.profile, profile, tuple(_of_profile(line, profile, options.profile))
-    estimate = _estimated(line, options.accelerator, cell)
+    device = named("accelerator", options.accelerator, ACCELERATORS)
+    estimate = _estimated(line, device, cell, gpus)
     if not options.fit:
-        return f"{line.name} on {options.accelerator}", estimate, (_source(estimate),)
+        told = (_source(estimate), *_of_rack(device, options.accelerator, gpus))
+        return f"{line.name} on {options.accelerator}", estimate, told
     found = fitted(options.fit)
     notes = (str(found), found.far(estimate))
     return f"{line.name}, as {', '.join(options.fit)}", found.profile(estimate), tuple(filter(None, notes))
@@ -347,11 +363,19 @@ def _num_microbatches(line: LaunchLine, each: int | None, dp: int, lanes: int) -
     return found
 
 
-def _estimated(line: LaunchLine, accelerator: str, cell: Cell) -> Profile:
-    """Return the estimated profile. Raises ConfigError."""
+def _of_rack(device: Accelerator, name: str, gpus: int) -> Iterator[str]:
+    if device.rack_gpus and device.rack_gpus != gpus:
+        yield (
+            f"what ranks of a worker exchange goes by the {device.rack_gpus} GPUs that NVLink joins in a rack of "
+            f"{name}s, and not by nodes of {gpus}"
+        )
+
+
+def _estimated(line: LaunchLine, device: Accelerator, cell: Cell, gpus: int) -> Profile:
+    """Return the estimated profile on nodes of ``gpus`` GPUs."""
     assert line.model is not None, "a profile was asked for"
     return line.model.profile(
-        named("accelerator", accelerator, ACCELERATORS),
+        device,
         tensor_parallel_size=line.tensor_model_parallel_size,
         context_parallel_size=line.context_parallel_size,
         expert_parts=cell.expert_parts if cell.expert > 1 else 0,
@@ -359,6 +383,7 @@ def _estimated(line: LaunchLine, accelerator: str, cell: Cell) -> Profile:
         micro_batch_size=line.micro_batch_size,
         sequence_parallel=line.sequence_parallel,
         headroom_percent=line.config.memory_headroom_percent,
+        node_gpus=gpus,
     )
 
 

@@ -156,6 +156,9 @@ def test_what_ranks_of_a_worker_exchange_takes_time():
     assert of_16[0] == pytest.approx((most_s, most_s, 0.0)), "half of them go to another node"
     cut = more_s(tensor_parallel_size=4, experts=experts)
     assert cut[0] == pytest.approx((sums_s, sums_s, 0.0)), "cut like other weights"
+    both = more_s(tensor_parallel_size=4, experts=replace(experts, parts=4))
+    both_s = sums_s / 2 + there_and_back_s / 4
+    assert both[0] == pytest.approx((both_s, both_s, 0.0)), "whole experts on the ranks that cut attention"
 
 
 def test_layers_with_experts_cost_what_they_cost():

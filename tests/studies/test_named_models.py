@@ -47,3 +47,24 @@ def test_a_batch_and_microbatches_are_not_given_together(batch):
     flags = "--model llama2-7b --cluster 1x8 --pipeline-model-parallel-size 2"
     with pytest.raises(ConfigError, match="--num-microbatches and --global-batch-size both say"):
         scenario(f"{flags} --num-microbatches 16 {batch}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model llama2-70b --tensor-model-parallel-size 8",
+        "--model qwen3-30b-a3b --expert-model-parallel-size 8",
+    ],
+)
+def test_ranks_of_a_worker_exchange_by_the_nodes_of_the_cluster(flags):
+    """Eight ranks on two nodes of four have a network card between them, unless they are in one rack of 72."""
+
+    def layer_s(cluster, *more):
+        found = scenario(" ".join((flags, f"--cluster {cluster} --pipeline-model-parallel-size 1", *more)))
+        return found.profile.costs.layers[1].forward_s, found.notes
+
+    near, far = (layer_s(cluster)[0] for cluster in ("2x8", "4x4"))
+    assert far > 1.8 * near
+    (near, told), (far, _) = (layer_s(cluster, "--accelerator gb200") for cluster in ("4x4", "2x8"))
+    assert near == far
+    assert "the 72 GPUs that NVLink joins in a rack of gb200s, and not by nodes of 4" in "\n".join(told)

@@ -202,11 +202,10 @@ class Links:
             states_bytes: bytes of the hidden states of a microbatch.
         """
         tp = tensor_parallel_size
-        parts = (experts and experts.parts) or tp
-        apart = spread and parts != tp  # else they are cut like other weights
-        sums = bool(attention.weights) + bool(ffn or (spread and not apart))
-        sent = experts.topk * states_bytes / tp if experts and apart else 0.0
-        return sums * self.sum_s(states_bytes, tp) + 2 * self.each_to_each_s(sent, parts)
+        parts = experts.parts if experts and spread else 0  # 0: experts, if any, are cut like other weights
+        sums = bool(attention.weights) + bool(ffn or (spread and not parts))
+        sent = experts.topk * states_bytes / tp if experts and parts else 0.0
+        return sums * self.sum_s(states_bytes, tp) + 2 * self.each_to_each_s(sent, parts or 1)
 
     def sum_s(self, size: float, ranks: int) -> float:
         """Return the seconds in which ``ranks``, next to each other, sum ``size`` bytes of each in a ring."""
