@@ -290,8 +290,9 @@ def laid_out(case: Case, option: Option) -> Option:
     )
 
 
-def restart(case: Case) -> tuple[float, float] | str:
-    """Return (least step, score) of stopping and starting anew from a checkpoint, or why that is impossible.
+def restart(case: Case) -> tuple[float, float, float] | str:
+    """Return (least step, score, share of losses that end the job) of stopping and starting anew from a checkpoint, or
+    why that is impossible.
 
     The job would have as many whole pipelines of its size as the living workers make, and the other workers would be
     idle. The transition is the profile's ``restart_s``, which includes the steps lost since the checkpoint. This is for
@@ -303,4 +304,4 @@ def restart(case: Case) -> tuple[float, float] | str:
     except PlanInfeasible as error:
         return str(error)
     fatal_share = stages / alive if alive < 2 * stages or case.job.num_microbatches == 1 else 0.0
-    return step_s, case.score(step_s, case.profile.restart_s, fatal_share)
+    return step_s, case.score(step_s, case.profile.restart_s, fatal_share), fatal_share

@@ -21,27 +21,33 @@ def why(best: Option, policy: str, rows: list[CandidateRow]) -> str:
 
 
 def row_of(case: Case, one: Candidate, chosen: bool, reason: str) -> CandidateRow:
-    share, next_loss = one.option.fatal_share, 0.0
-    if share:
-        next_loss = case.next_loss(share)
-        slower = f", then {1 - case.left:.0%} slower" if case.left < 1 else ""
-        reason += f"; {share:.0%} of losses end the job ({case.profile.restart_s:,.0f} s{slower})"
+    next_loss, risk = _next_loss(case, one.option.fatal_share)
     return CandidateRow(
         name=one.option.name,
         step_s=one.step_s,
         transition_s=one.transition_s,
         score=one.score,
         chosen=chosen,
-        reason=reason,
+        reason=reason + risk,
         next_loss=next_loss,
     )
+
+
+def _next_loss(case: Case, share: float) -> tuple[float, str]:
+    """Return what the next loss takes from a score if ``share`` of losses end the job, and the end of the reason."""
+    if not share:
+        return 0.0, ""
+    slower = f", then {1 - case.left:.0%} slower" if case.left < 1 else ""
+    told = f"; {share:.0%} of losses end the job ({case.profile.restart_s:,.0f} s{slower})"
+    return case.next_loss(share), told
 
 
 def restart_row(case: Case, best: float) -> CandidateRow:
     found = restart(case)
     if isinstance(found, str):
         return unscored("restart", None, found)
-    step_s, score = found
+    step_s, score, share = found
+    next_loss, risk = _next_loss(case, share)
     return CandidateRow(
         name="restart",
         step_s=step_s,
@@ -49,7 +55,9 @@ def restart_row(case: Case, best: float) -> CandidateRow:
         score=score,
         chosen=False,
         reason=f"whole pipelines, from a checkpoint; {_beside(score, best)}"
-        + ("" if score <= best else "; nothing that a running job can choose"),
+        + ("" if score <= best else "; nothing that a running job can choose")
+        + risk,
+        next_loss=next_loss,
     )
 
 

@@ -38,17 +38,17 @@ START = initial_state(nodes=(0,) * 32)
 ALIVE = (0, 1, 4, 7, 10, 11, 12, 13, 14, 16, 18, 21, 22, 24, 26, 28, 31)
 
 
-def struck(t_s=0.0):
+def struck(t_s=0.0, alive=ALIVE):
     state = START
-    for rank in sorted(set(range(32)) - set(ALIVE)):
+    for rank in sorted(set(range(32)) - set(alive)):
         state = apply(state, RankDied(rank=rank, code=-9, cause="killed", t_s=t_s))
     return state
 
 
-def decided(config=CONFIG, **profile):
+def decided(config=CONFIG, alive=ALIVE, **profile):
     costs = replace(PROFILE, **profile)
     plan = initial_plan(JOB, START, costs)
-    return decide(job=JOB, state=struck(), previous=plan, profile=costs, config=config, now_s=0.0)
+    return decide(job=JOB, state=struck(alive=alive), previous=plan, profile=costs, config=config, now_s=0.0)
 
 
 def test_a_single_pipeline_is_left_to_those_who_can_afford_a_restart():
@@ -86,11 +86,15 @@ def test_a_score_below_zero_is_no_share_of_another():
     assert lost_to(replace(chosen, score=0.9 * chosen.score), chosen).endswith("10.0% fewer tokens")
 
 
-def test_what_the_next_loss_costs_is_what_the_score_lacks():
-    for row in decided(restart_s=10.0).candidates:
-        if row.next_loss and row.name != "restart":
-            case = decided(restart_s=10.0).case
-            assert row.score + row.next_loss == pytest.approx(case.score(row.step_s, row.transition_s))
+@pytest.mark.parametrize(("alive", "risky"), [(ALIVE, ["replan"]), (ALIVE[::2], ["restart"])])
+def test_what_the_next_loss_costs_is_what_the_score_lacks(alive, risky):
+    """A restart with nine of 32 workers has a single pipeline of eight."""
+    found = decided(restart_s=10.0, alive=alive)
+    rows = [row for row in found.candidates if row.next_loss]
+    assert {row.name for row in rows} >= set(risky)
+    for row in rows:
+        assert "of losses end the job (10 s, then " in row.reason
+        assert row.score + row.next_loss == pytest.approx(found.case.score(row.step_s, row.transition_s))
 
 
 def test_half_of_what_lies_between_two_checkpoints_is_lost_or_all():
