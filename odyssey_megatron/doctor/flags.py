@@ -12,6 +12,7 @@ from typing import Any
 
 from odyssey_megatron import patch
 from odyssey_megatron.config import OdysseyConfig, config_from_argv, flag_of
+from odyssey_megatron.doctor.relations import broken
 from odyssey_megatron.doctor.rows import OK, PROBLEM, WARNING, CheckRow, Job
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import nearest
@@ -70,6 +71,25 @@ def looked_at(flags: Sequence[str], version: str | None) -> tuple[Any, refusals.
     return args, refusals.MegatronParser(flags=spelled, defaults=defaults, version=version or ""), strange
 
 
+def given_in(args: Any, parser: refusals.MegatronParser) -> dict[str, Any]:
+    """Return destination -> value of what is on the line; both arguments are :func:`looked_at`'s."""
+    return {name: getattr(args, name) for name in parser.flags}
+
+
+def not_taken(
+    flags: Sequence[str], version: str | None, *, is_whole: bool, is_one: bool = True
+) -> dict[str, str]:
+    """Return flag -> why Megatron-LM would refuse it, for its value or beside others, with or without Odyssey.
+
+    Args:
+        is_whole: as in :func:`broken`.
+        is_one: whether all flags are of one job, and not of branches of a script that exclude each other.
+    """
+    found = refusals.misread(flags, known_to(version))
+    args, parser, _ = looked_at(flags, version)
+    return found | broken(given_in(args, parser), is_whole=is_whole) if is_one else found
+
+
 def settings(
     flags: Sequence[str], environ: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[OdysseyConfig, list[str]]:
@@ -110,7 +130,8 @@ def rows(job: Job, version: str | None) -> Iterator[CheckRow]:
     state = WARNING if job.config.mode == "observe" else PROBLEM
     for one in refusals.refused(args, parser):
         yield _row(one.flag, state, f"{one.verdict}: {one.reason}", one.remedy)
-    for flag, what in refusals.misread(job.flags, known_to(version)).items():
+    # Some flags may be given here, and not a whole launch line.
+    for flag, what in not_taken(job.flags, version, is_whole=False).items():
         yield _row(flag, PROBLEM, what, "Megatron-LM's arguments.py says what the flag means.")
     ignored = {flag for flag, _ in refusals.ignored(args, parser)} if job.config.is_strict else ()
     for flag, why in refusals.moot(args, parser):

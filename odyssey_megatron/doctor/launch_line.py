@@ -15,8 +15,18 @@ from typing import Any
 
 from odyssey_megatron import codec
 from odyssey_megatron.config import BEHIND_SCRIPT
-from odyssey_megatron.doctor.flags import BARE, known_since, known_to, looked_at, settings
+from odyssey_megatron.doctor.flags import (
+    BARE,
+    given_in,
+    known_since,
+    known_to,
+    looked_at,
+    not_taken,
+    settings,
+)
 from odyssey_megatron.doctor.launch_script import LaunchCommand, launch_line
+from odyssey_megatron.doctor.launcher import nodes_and_gpus
+from odyssey_megatron.doctor.relations import broken_on
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import nearest, read_text
 from odyssey_megatron.upstream import refusals
@@ -152,7 +162,8 @@ def judged(
     return LineVerdict(
         refused=({name: other} if other else {})
         | ({before: f"{before} stands before {line.script}: {BEHIND_SCRIPT}"} if before else {})
-        | refusals.misread(flags, known_to(version))
+        | not_taken(flags, version, is_whole=not unread_words, is_one=not line.choices)
+        | _too_few_or_many(given_in(args, parser), line, is_whole=not unread_words)
         | {
             flag: f"{flag}: megatron-core {version} does not have it ({since})."
             for flag, since in missing.items()
@@ -169,6 +180,16 @@ def judged(
         without_odyssey=bool(name) and config.mode == "off" and not (before or unread_words),
         script="" if name in TRIED else name,
     )
+
+
+def _too_few_or_many(given: Mapping[str, Any], line: LaunchCommand, *, is_whole: bool) -> dict[str, str]:
+    """Return flag -> why it does not go with the number of GPUs that ``line`` starts, if that is known."""
+    size = nodes_and_gpus(line.launcher)
+    if size is None or line.choices:
+        return {}
+    told = f"As it is read here the script starts {size[0]} node(s) of {size[1]} GPUs; if not, say so: {STARTED_WITH}."
+    found = broken_on(given, size[0] * size[1], is_whole=is_whole)
+    return {flag: f"{why} {told}" for flag, why in found.items()}
 
 
 def _named_in(checkout: Path, flags: Iterable[str]) -> set[str]:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.doctor.flags import looked_at, settings
+from odyssey_megatron.doctor.flags import looked_at, not_taken, settings
 from odyssey_megatron.doctor.launch_line import SAY_THEM, STARTED_WITH, choices_told, read_job, unread
 from odyssey_megatron.doctor.launcher import nodes_and_gpus
 from odyssey_megatron.errors import ConfigError
@@ -98,6 +98,8 @@ def read(
     script: Sequence[str],
     more: Sequence[str] = (),
     environ: Mapping[str, str] = MappingProxyType({}),
+    *,
+    is_one: bool = True,
 ) -> LaunchLine:
     """Return what the arguments of ``pretrain_gpt.py`` describe.
 
@@ -107,9 +109,10 @@ def read(
         script: the arguments in the launch script, which may have flags of its own.
         more: arguments that follow them.
         environ: as in :func:`settings`.
+        is_one: as in :func:`not_taken`.
 
     Raises:
-        ConfigError: a size is missing, or cannot be known without running the script.
+        ConfigError: a size is missing, or cannot be known without running the script; or Megatron-LM refuses the line.
     """
     flags = [*script, *more]
     args, parser, _ = looked_at(flags, None)
@@ -118,8 +121,9 @@ def read(
     stages, layers = line.size("pipeline_model_parallel_size", 1), _num_layers(line)
     if layers > MOST_LAYERS:
         raise ConfigError(f"--num-layers {layers:,}: at most {MOST_LAYERS:,} are planned for.")
-    micro_batch_size = line.size("micro_batch_size", 1)
     config, unknown = settings(flags, environ)
+    if wrong := not_taken(flags, None, is_whole=not elsewhere, is_one=is_one):
+        raise ConfigError(f"Megatron-LM refuses this launch line: {' '.join(wrong.values())}")
     return LaunchLine(
         model=_model(line, layers, stages),
         pipeline_model_parallel_size=stages,
@@ -127,7 +131,7 @@ def read(
         context_parallel_size=line.size("context_parallel_size", 1),
         expert_model_parallel_size=line.size("expert_model_parallel_size", 1),
         expert_tensor_parallel_size=line.maybe("expert_tensor_parallel_size"),
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=line.size("micro_batch_size", 1),
         global_batch_size=line.maybe("global_batch_size"),
         sequence_parallel=line.has("sequence_parallel"),
         use_distributed_optimizer=line.has("use_distributed_optimizer"),
@@ -149,7 +153,7 @@ def read_script(named: str, more: Sequence[str], usual: str) -> LaunchLine:
         usual: what is taken of a script that does not say them, which is noted; empty: they do not matter.
     """
     found = read_job(named)
-    line = replace(read(found.flags, more, found.environ), name=named)
+    line = replace(read(found.flags, more, found.environ, is_one=not found.choices), name=named)
     if found.choices:
         line = replace(line, notes=(*line.notes, *choices_told(found.choices), SAY_THEM))
     if (size := nodes_and_gpus(found.launcher)) is not None:

@@ -12,6 +12,7 @@ from odyssey_megatron.cluster.job import JobSpec, check_world
 from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
 from odyssey_megatron.doctor.flags import looked_at
+from odyssey_megatron.doctor.relations import uneven_batch
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.plan.plan import Plan
@@ -346,13 +347,9 @@ def _num_microbatches(line: LaunchLine, each: int | None, dp: int, lanes: int) -
     """
     pp, batch = line.pipeline_model_parallel_size, line.global_batch_size
     if each is None and batch is not None:
-        at_once = line.micro_batch_size * lanes
-        if batch % (at_once * dp):
-            raise ConfigError(
-                f"--global-batch-size {batch} is not divisible by {dp} pipelines times {at_once} samples: make "
-                "--cluster, or a size, another one."
-            )
-        found = batch // at_once
+        if why := uneven_batch(batch, line.micro_batch_size, dp * lanes):
+            raise ConfigError(why)
+        found = batch // (line.micro_batch_size * lanes)
     else:
         found = dp * (each or 2 * pp)
     if found * pp > MAX_VISITS:

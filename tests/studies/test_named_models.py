@@ -38,7 +38,9 @@ def test_a_named_model_is_trained_as_the_flags_beside_it_say(recomputed):
 
 
 def test_a_batch_that_cannot_be_divided_is_refused():
-    with pytest.raises(ConfigError, match="--global-batch-size 63 is not divisible by 4 pipelines"):
+    with pytest.raises(
+        ConfigError, match="--global-batch-size 63 is not divisible by 4, .* 4 data-parallel replicas"
+    ):
         scenario("--model llama2-7b --cluster 1x8 --pipeline-model-parallel-size 2 --global-batch-size 63")
 
 

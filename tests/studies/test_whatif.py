@@ -234,7 +234,8 @@ OWN = (
     [
         "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
         "--pipeline-model-parallel-layout Ett|ttt|ttt|ttL",
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1 "
+        "--decoder-first-pipeline-num-layers 1",
     ],
 )
 def test_what_depends_on_the_number_of_stages_is_read_alike_from_a_script_and_a_command(
