@@ -44,6 +44,8 @@ _CLUSTER = "4x8"
 _STAGES = 4
 _OF_NAMED = {"attention_dropout": 0, "hidden_dropout": 0}
 """What is known of a named model's flags: those that were published are trained without dropout."""
+_MUCH = 0.25
+"""The share of layers' time from which on it is said how much of it ranks exchange in."""
 _SIZES = ("pipeline", "tensor", "context", "expert")
 
 
@@ -230,7 +232,10 @@ def _costs(
     device = named("accelerator", options.accelerator, ACCELERATORS)
     estimate = _estimated(line, device, cell, gpus)
     if not options.fit:
-        told = (_source(estimate), *_of_rack(device, options.accelerator, gpus))
+        told = (
+            _source(estimate, _exchange_share(estimate, device)),
+            *_of_rack(device, options.accelerator, gpus),
+        )
         return f"{line.name} on {options.accelerator}", estimate, told
     found = fitted(options.fit)
     notes = (str(found), found.far(estimate))
@@ -269,12 +274,20 @@ def _of_profile(line: LaunchLine, profile: Profile, path: str) -> Iterator[str]:
         yield "how long sequences are is not known of a profile alone, so that each counts as one token: name the model"
 
 
-def _source(profile: Profile) -> str:
+def _exchange_share(profile: Profile, device: Accelerator) -> float:
+    """Return the share of its layers' estimated time in which ranks of a worker exchange."""
+    computed_s = sum(map(sum, profile.operations[1:-1])) / (device.peak_flops_per_s * EFFICIENCY)
+    layers = profile.costs.layers[1:-1]
+    return 1 - computed_s / sum(one.forward_s + one.input_grad_s + one.weight_grad_s for one in layers)
+
+
+def _source(profile: Profile, exchange_share: float = 0.0) -> str:
     if profile.source == "measured":
         return f"costs are measured, of {profile.samples} microbatches"
+    much = f", which is {exchange_share:.0%} of layers' time, as none of it counts as hidden"
     return (
         f"costs are estimated from FLOPs at {EFFICIENCY:.0%} of the GPU's peak, and what ranks of a worker exchange at "
-        f"{LINK_EFFICIENCY:.0%} of their links' rates; "
+        f"{LINK_EFFICIENCY:.0%} of their links' rates{much if exchange_share > _MUCH else ''}; "
         "--fit takes what runs have measured, and --profile what one of the same model has"
     )
 

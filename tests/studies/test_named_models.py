@@ -1,4 +1,5 @@
 import argparse
+import re
 
 import pytest
 
@@ -70,3 +71,16 @@ def test_ranks_of_a_worker_exchange_by_the_nodes_of_the_cluster(flags):
     (near, told), (far, _) = (layer_s(cluster, "--accelerator gb200") for cluster in ("4x4", "2x8"))
     assert near == far
     assert "the 72 GPUs that NVLink joins in a rack of gb200s, and not by nodes of 4" in "\n".join(told)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "share"), [("mixtral-8x7b", "2x8", 0), ("qwen3-30b-a3b", "4x4", 62)]
+)
+def test_it_is_said_where_much_of_the_time_is_exchange(model, cluster, share):
+    """None of it is taken to be hidden, as it may be in a job."""
+    found = scenario(
+        f"--model {model} --cluster {cluster} --expert-model-parallel-size 8 --pipeline-model-parallel-size 2"
+    )
+    (told,) = [one for one in found.notes if "of the GPU's peak" in one]
+    said = re.findall("which is ([0-9]+)% of layers' time, as none of it counts as hidden; --fit", told)
+    assert said == [str(share)] * bool(share)
