@@ -87,6 +87,12 @@ class LaunchLine:
         return self.model.experts.count if self.model and self.model.experts else 0
 
     @property
+    def uncounted(self) -> tuple[str, ...]:
+        """Sentences on what would take other memory than is counted."""
+        said = "--fp8-format is not counted: layers take the time and the memory that they take in bf16"
+        return (said,) if self.given.get("fp8") else ()
+
+    @property
     def kept(self) -> smaller.Kept:
         """Why a cell does not go on with fewer ranks."""
         if self.expert_model_parallel_size > 1 and not self.num_experts:
@@ -142,7 +148,7 @@ def read(
         or 1,
         config=config,
         given=vars(args),
-        notes=tuple(_notes(line, unknown, [one.flag for one in refusals.refused(args, parser)])),
+        notes=tuple(_notes(line, unknown, [one.named(parser) for one in refusals.refused(args, parser)])),
     )
 
 
@@ -262,11 +268,7 @@ def _notes(line: _Line, unknown: Sequence[str], refused: Sequence[str]) -> list[
         )
     notes += [f"a job would refuse {one}: odyssey doctor says why" for one in refused]
     notes += [_PRESUMED.format(_presumed(line))] * bool(_presumed(line))
-    if line.has("fp8"):
-        notes.append(
-            "--fp8-format is not counted: layers take the time and the memory that they take in bf16"
-        )
-    elif not (line.has("bf16") or line.has("fp16")):
+    if not any(map(line.has, ("bf16", "fp16", "fp8"))):
         notes.append(
             "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"
         )

@@ -61,6 +61,8 @@ class Scenario:
     gpus_per_node: int
     notes: tuple[str, ...] = ()
     """Sentences on what the answer leaves out, and on where its costs come from."""
+    uncounted: tuple[str, ...] = ()
+    """Those of the notes that say what would take other memory than is counted."""
 
     def rank(self, place: str) -> int:
         """Return the rank that ``place``, ``node:gpu`` or a rank, names. Raises ConfigError."""
@@ -214,7 +216,8 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         profile=_by_settings(replace(profile, costs=costs), line.config),
         config=line.config,
         gpus_per_node=gpus,
-        notes=(*line.notes, *known, *of_memory, *of_experts),
+        notes=(*line.uncounted, *line.notes, *known, *of_memory, *of_experts),
+        uncounted=line.uncounted,
     )
 
 

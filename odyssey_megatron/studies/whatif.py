@@ -81,7 +81,10 @@ def main_plan(argv: Sequence[str]) -> int:
         try:
             answer = answered(scenario, state, _who(options), killed, progress.say)
         except PlanInfeasible as error:
-            raise ConfigError(f"the healthy job does not fit: {error}. {_remedy(scenario)}") from error
+            counted = "".join(f"{one}. So counted, " for one in scenario.uncounted)
+            raise ConfigError(
+                f"{counted}the healthy job does not fit: {error}. {_remedy(scenario)}"
+            ) from error
         if options.html:
             progress.say("the page")
             _write(answer, options.html)
@@ -99,7 +102,7 @@ def _remedy(scenario: Scenario) -> str:
         f"{less}Of activations, a smaller --micro-batch-size, a larger --context-parallel-size or "
         "--recompute-granularity full does. Of both, more GPUs with more stages or a larger tensor size. A smaller "
         "--odyssey-memory-headroom-percent lets plans use more. Of this a job would only warn, and start without "
-        "regard to memory." + "".join(f" Note: {one}." for one in scenario.notes)
+        "regard to memory." + "".join(f" Note: {one}." for one in scenario.notes if one not in scenario.uncounted)
     )
 
 

@@ -108,6 +108,10 @@ class Refusal:
             return not _is_variable(value) and self.refuses(value, args)
         return bool(value) and value != parser.defaults.get(self.dest)
 
+    def named(self, parser: MegatronParser) -> str:
+        """The flag, or its default if it is refused without having been given."""
+        return self.flag if self.dest in parser.flags else f"the default of {self.flag}"
+
     @property
     def verdict(self) -> str:
         """What is said after the flag's name."""

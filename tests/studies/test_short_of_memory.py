@@ -44,8 +44,8 @@ def test_second_copies_of_optimizer_state_are_said():
 
 def test_what_the_costs_rest_on_is_said_with_the_error():
     said = refused(f"{OWN} --fp8-format hybrid")
-    assert (
-        "Note: --fp8-format is not counted: layers take the time and the memory that they take in bf16."
-        in said
-    )
+    counted = "--fp8-format is not counted: layers take the time and the memory that they take in bf16."
+    assert said.startswith(f"{counted} So counted, the healthy job does not fit: ")
+    assert said.count(counted) == 1
+    assert "Note: a job would refuse the default of --fp8-recipe: odyssey doctor says why." in said
     assert "Note: costs are estimated from FLOPs" in said

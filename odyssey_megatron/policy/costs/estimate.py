@@ -244,8 +244,8 @@ def estimated_profile(
     mtp_num_layers: int = 0,
     unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
 ) -> Profile:
-    """Return the costs of a decoder-only transformer, estimated from FLOPs: 2 per weight and token for products and their
-    gradients, ``2 * seq`` for causal scores, in the backward twice.
+    """Return the costs of a decoder-only transformer, estimated from FLOPs: 2 per weight and token for products and
+    their gradients, ``2 * seq`` for causal scores, in the backward twice.
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
