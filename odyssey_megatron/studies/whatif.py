@@ -102,7 +102,8 @@ def _remedy(scenario: Scenario) -> str:
         f"{less}Of activations, a smaller --micro-batch-size, a larger --context-parallel-size or "
         "--recompute-granularity full does. Of both, more GPUs with more stages or a larger tensor size. A smaller "
         "--odyssey-memory-headroom-percent lets plans use more. Of this a job would only warn, and start without "
-        "regard to memory." + "".join(f" Note: {one}." for one in scenario.notes if one not in scenario.uncounted)
+        "regard to memory."
+        + "".join(f" Note: {one}." for one in scenario.notes if one not in scenario.uncounted)
     )
 
 
