@@ -9,15 +9,9 @@ import torch
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.mcore.device import sharing
 from odyssey_megatron.policy.costs.block_configs import UnlikeLayers, hybrid_layers, unlike_layers
-from odyssey_megatron.policy.costs.estimate import (
-    AttentionShape,
-    Experts,
-    Precision,
-    Recomputed,
-    estimated_profile,
-    share_of_experts,
-)
+from odyssey_megatron.policy.costs.estimate import estimated_profile, share_of_experts
 from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Experts, Precision, Recomputed
 
 _CPU_GUESS: dict[str, Any] = {
     "flops_per_s": 1e10,

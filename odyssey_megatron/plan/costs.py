@@ -41,7 +41,7 @@ class LayerCost:
     early_bytes: _MORE_OR_LESS_BYTES = 0
     """The part of ``activation_bytes`` that only the input gradient needs, and that is free after it; the rest stays
     until the weight gradient has run. Negative: so many bytes more stay until then, which the input gradient has
-    computed again (recomputation).
+    gathered, or computed again without the weight gradient (``policy/costs/estimate.py``).
     """
     expert_bytes: SIZE_BYTES = 0
     """The part of ``weight_bytes`` that are experts spread over ranks."""

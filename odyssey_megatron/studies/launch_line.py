@@ -19,7 +19,7 @@ from odyssey_megatron.policy.costs.block_configs import (
     kinds_of_ratios,
     unlike_layers,
 )
-from odyssey_megatron.policy.costs.estimate import AttentionShape, Experts, Precision, Recomputed
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Experts, Precision, Recomputed
 from odyssey_megatron.studies.expert_layers import MOST_LAYERS, layers_with_experts
 from odyssey_megatron.studies.presets import Model
 from odyssey_megatron.upstream import refusals, smaller

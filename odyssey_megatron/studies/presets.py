@@ -9,17 +9,9 @@ from typing import TypeVar
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.policy.costs.block_configs import UnlikeLayers
-from odyssey_megatron.policy.costs.estimate import (
-    AttentionShape,
-    Experts,
-    Links,
-    Precision,
-    Recomputed,
-    estimated_profile,
-    exchanging,
-    share_of_experts,
-)
+from odyssey_megatron.policy.costs.estimate import Links, estimated_profile, exchanging, share_of_experts
 from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Experts, Precision, Recomputed
 
 EFFICIENCY = 0.45
 """Share of the peak that is reached inside a layer, without what its ranks exchange. Megatron-LM's README has 41 to

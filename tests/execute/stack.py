@@ -21,8 +21,9 @@ from odyssey_megatron.execute.rank import RankRuntime
 from odyssey_megatron.launch.rank.environment import journal_of
 from odyssey_megatron.launch.rank.injector import Injector
 from odyssey_megatron.launch.rank.member import Member
-from odyssey_megatron.policy.costs.estimate import AttentionShape, Precision, estimated_profile
+from odyssey_megatron.policy.costs.estimate import estimated_profile
 from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Precision
 from odyssey_megatron.rebuild.groups import build_groups, init_default_group
 from tests.execute.alone import LAYERS, MICROBATCHES, STEPS, WIDTH
 from tests.execute.model import Stack

@@ -28,7 +28,8 @@ from odyssey_megatron.launch.rank.environment import journal_of
 from odyssey_megatron.launch.rank.injector import Injector
 from odyssey_megatron.launch.rank.member import Member
 from odyssey_megatron.launch.wire import control as keys
-from odyssey_megatron.policy.costs.estimate import AttentionShape, Precision, estimated_profile
+from odyssey_megatron.policy.costs.estimate import estimated_profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Precision
 from odyssey_megatron.rebuild.groups import BURYING, build_groups, init_default_group
 
 MESSAGE = 4096

@@ -17,7 +17,8 @@ from odyssey_megatron.mcore.loop.balance import (
 from odyssey_megatron.mcore.loop.data import MicrobatchSource
 from odyssey_megatron.plan.layout import megatron_layout
 from odyssey_megatron.plan.schedule import Instr, Op
-from odyssey_megatron.policy.costs.estimate import AttentionShape, estimated_profile
+from odyssey_megatron.policy.costs.estimate import estimated_profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape
 
 LAYOUT = megatron_layout(num_layers=6, pipeline_size=2, num_workers=4, num_microbatches=8)
 SQUARES_ALONE = Lengths(tokens=0, of_square=1.0, longest=900.0)

@@ -42,6 +42,10 @@ CASES = {
         8, 4, TIED, "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
         "rank=1,step=1,at=weight_grad;rank=6,step=2,at=backward;rank=4,step=3,at=weight_grad",
     ),
+    "weight-gradients-at-once-of-two-layers": (
+        4, 2, TIED, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        "rank=1,step=1,at=weight_grad;rank=2,step=3,at=backward",
+    ),
     "left-out-in-strict": (
         4, 2, TIED, "--odyssey-strict --use-distributed-optimizer --dataloader-type cyclic --data-parallel-random-init",
         "rank=1,step=2,at=reduce",

@@ -15,8 +15,9 @@ from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.checking.verify import verify
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.plan import Plan
-from odyssey_megatron.policy.costs.estimate import AttentionShape, Precision, estimated_profile
+from odyssey_megatron.policy.costs.estimate import estimated_profile
 from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Precision
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.table import candidates_table

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.codec import from_json, to_json
-from odyssey_megatron.policy.costs.estimate import AttentionShape, estimated_profile
+from odyssey_megatron.policy.costs.estimate import estimated_profile
 from odyssey_megatron.policy.costs.measured import (
     EndSeen,
     LinkSeen,
@@ -17,6 +17,7 @@ from odyssey_megatron.policy.costs.measured import (
     with_measured,
 )
 from odyssey_megatron.policy.costs.profile import Observation
+from odyssey_megatron.policy.costs.sizes import AttentionShape
 
 PROFILE = estimated_profile(
     num_transformer_layers=4, hidden_size=64, ffn_hidden_size=128, attention=AttentionShape.grouped(64, 4, 2, 16),

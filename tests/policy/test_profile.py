@@ -3,16 +3,9 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.costs.estimate import (
-    AttentionShape,
-    Experts,
-    Links,
-    Precision,
-    Recomputed,
-    estimated_profile,
-    exchanging,
-)
+from odyssey_megatron.policy.costs.estimate import Links, estimated_profile, exchanging
 from odyssey_megatron.policy.costs.profile import Observation, Profile, calibrate, load_profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Experts, Precision, Recomputed
 from tests.plan.samples import uniform_costs
 
 SHAPE = {
@@ -266,6 +259,21 @@ def test_modules_that_are_recomputed_keep_less(modules, of_dense, of_sparse, aga
         assert after.input_grad_s - before.input_grad_s == pytest.approx(again_s + with_it_s, abs=1e-15)
         assert before.weight_grad_s - after.weight_grad_s == pytest.approx(with_it_s, abs=1e-15)
         assert after.forward_s == before.forward_s
+
+
+@pytest.mark.parametrize("layers", [1, 3, 9])
+def test_there_is_room_for_what_is_run_again(layers):
+    """Four layers of a stage, as many at a time as Megatron is told; then nothing of them is left."""
+    again = Recomputed.by_flags("full", "uniform", layers, 4, None)
+    usual, found = (
+        estimated_profile(num_transformer_layers=8, memory_bytes=10**9, recomputed=one, **SHAPE).costs
+        for one in (Recomputed(), again)
+    )
+    of_one = usual.layers[1].activation_bytes - found.layers[1].activation_bytes
+    assert of_one > 0
+    assert usual.memory_bytes - found.memory_bytes == min(layers, 4) * of_one
+    assert found.layers[1].early_bytes == found.layers[1].activation_bytes
+    assert found.layers[1].weight_grad_s == 0.0
 
 
 def test_a_recomputed_core_attention_computes_its_scores_again():

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.costs.estimate import AttentionShape, Precision
 from odyssey_megatron.policy.costs.profile import Observation, calibrate, load_profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Precision
 from odyssey_megatron.studies.fitting import fitted, line_through
 from odyssey_megatron.studies.presets import (
     ACCELERATORS,

@@ -22,8 +22,8 @@ from odyssey_megatron.mcore.loop.balance import Balance
 from odyssey_megatron.mcore.loop.batches import Batches
 from odyssey_megatron.mcore.model import groups, span
 from odyssey_megatron.mcore.model.layers import ModelSpec
-from odyssey_megatron.policy.costs.estimate import Precision
 from odyssey_megatron.policy.costs.profile import Profile, load_profile
+from odyssey_megatron.policy.costs.sizes import Precision
 from odyssey_megatron.upstream import compat, refusals, smaller
 
 

@@ -202,21 +202,32 @@ def _apex_kernel(dtype: torch.dtype) -> Any:
     return apex.wgrad_gemm_accum_fp32 if dtype == torch.float32 else apex.wgrad_gemm_accum_fp16
 
 
+def _left_for_itself(again: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Return ``again``, a backward that computes layers once more, with their weight gradients behind it."""
+
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if _collecting is None:
+            return again(ctx, *grads)
+        own, outer = WeightGrads(), _passed
+
+        def passed(layer: int) -> None:
+            own.flush()  # of the layers above, which may be summed at once
+            if outer is not None:
+                outer(layer)
+
+        with own.collecting(passed):
+            found = again(ctx, *grads)
+        own.flush()
+        return found
+
+    return backward
+
+
 def install() -> None:
     """Install the seams; a second call does nothing. Raises MegatronIncompatible."""
     if seams.is_applied(LINEAR_BACKWARD):
         return
     fused: Callable[..., tuple[Any, ...]] = seams.original(LINEAR_BACKWARD)
-    again: Callable[..., tuple[Any, ...]] = seams.original(CHECKPOINT_BACKWARD)
-
-    def backward_of_recomputed(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        if _collecting is None:
-            return again(ctx, *grads)
-        own = WeightGrads()
-        with own.collecting(_passed):
-            found = again(ctx, *grads)
-        own.flush()
-        return found
 
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
         if _collecting is None:
@@ -243,4 +254,4 @@ def install() -> None:
         return (grad_input, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)
 
     seams.apply(LINEAR_BACKWARD, backward)
-    seams.apply(CHECKPOINT_BACKWARD, backward_of_recomputed)
+    seams.apply(CHECKPOINT_BACKWARD, _left_for_itself(seams.original(CHECKPOINT_BACKWARD)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from odyssey_megatron import codec
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.policy.costs.estimate import AttentionShape
+from odyssey_megatron.policy.costs.sizes import AttentionShape
 
 UnlikeLayers = tuple[tuple[AttentionShape, int], ...]
 """(attention, hidden units of the MLP) of each transformer layer."""

@@ -3,171 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
+from typing import NamedTuple
 
 from odyssey_megatron.plan.costs import Costs, LayerCost
 from odyssey_megatron.policy.costs.profile import Profile
+from odyssey_megatron.policy.costs.sizes import AttentionShape, Experts, Precision, Recomputed
 
 _COPIED_BYTES_PER_S = 1e12
 """Rate of a GPU's copies: about half of an A100's memory bandwidth (data sheet: 2 TB/s), as a copy reads and writes."""
-_OF_MEMORY = 0.8
-"""Share of its memory's bandwidth that a GPU's optimizer is taken to reach. Assumed; a job measures it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """The size of attention, or of what takes its place, in a transformer layer."""
-
-    weights: int
-    """Number of weights of its matrix products: queries, keys, values and the output."""
-    score_width: int
-    """Numbers per token over which scores are summed, in all heads together; the mean of queries' and values'."""
-    kept: int
-    """Numbers per token that its backward needs: queries, keys, values, and the output."""
-    up_weights: int = 0
-    """Of the weights, those of multi-latent attention's up projections."""
-    up_kept: int = 0
-    """Of the numbers kept, those that the up projections make: queries, keys and values."""
-
-    @classmethod
-    def grouped(cls, hidden_size: int, heads: int, query_groups: int, kv_channels: int) -> AttentionShape:
-        """Return grouped-query attention with ``query_groups`` heads of keys and values, each of ``kv_channels``
-        numbers.
-        """
-        width, shared = heads * kv_channels, query_groups * kv_channels
-        return cls(weights=2 * hidden_size * (width + shared), score_width=width, kept=2 * (width + shared))
-
-    @classmethod
-    def linear(cls, hidden_size: int) -> AttentionShape:
-        """Return a single matrix product in place of attention."""
-        return cls(weights=hidden_size**2, score_width=0, kept=hidden_size)
-
-    @classmethod
-    def state_space(
-        cls, hidden_size: int, *, heads: int | None, head_dim: int, groups: int, states: int, seq_length: int
-    ) -> AttentionShape:
-        """Return a Mamba 2 layer in place of attention (arXiv 2405.21060, sections 6 and 7).
-
-        Each number of all ``heads`` enters and leaves a state, and within chunks of 128 tokens there is a product with
-        each earlier token.
-
-        Args:
-            heads: number of heads, each of ``head_dim`` numbers; None: as many as have twice the hidden size.
-            groups: number of groups of heads; those of a group share ``states`` numbers each way.
-        """
-        count = heads or 2 * hidden_size // head_dim
-        inner, shared = count * head_dim, groups * states
-        chunk = min(128, seq_length)
-        products = 2 * inner * states + chunk * (inner + shared) // 2
-        mixed = inner + 2 * shared
-        return cls(
-            weights=hidden_size * (2 * inner + mixed + count) + 5 * mixed + 3 * count + inner,
-            score_width=products // seq_length,
-            kept=3 * inner + 2 * shared + count,
-        )
-
-    @classmethod
-    def latent(
-        cls,
-        hidden_size: int,
-        heads: int,
-        *,
-        q_lora_rank: int | None,
-        kv_lora_rank: int,
-        qk_head_dim: int,
-        qk_pos_emb_head_dim: int,
-        v_head_dim: int,
-    ) -> AttentionShape:
-        """Return multi-latent attention, whose keys and values come from ``kv_lora_rank`` numbers (DeepSeek-V2, arXiv
-        2405.04434, section 2.1).
-        """
-        query, value = heads * (qk_head_dim + qk_pos_emb_head_dim), heads * v_head_dim
-        latents = (q_lora_rank or 0) + kv_lora_rank + qk_pos_emb_head_dim
-        up = (q_lora_rank or hidden_size) * query + kv_lora_rank * (heads * qk_head_dim + value)
-        return cls(
-            weights=hidden_size * latents + up + value * hidden_size,
-            score_width=(query + value) // 2,
-            kept=2 * (query + value) + latents,
-            up_weights=up,
-            up_kept=2 * query + value,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The experts that some layers have in place of an MLP. Each expert is assumed to get equally many tokens."""
-
-    layers: frozenset[int]
-    """The layers that have experts, counted from 1."""
-    count: int
-    topk: int
-    """Number of experts for each token."""
-    ffn_hidden_size: int
-    """Hidden units of each expert."""
-    shared_ffn_hidden_size: int = 0
-    """Hidden units of the shared experts, which every token passes."""
-    parts: int = 0
-    """Number of ranks over which they are spread; 0: cut like other weights."""
-    tensor_parts: int = 0
-    """Number of ranks that each have a part of the same expert; 0: all tensor-parallel ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputed:
-    """What is run again in the backward."""
-
-    share: float = 0.0
-    """The share of layers that keep only their input."""
-    modules: frozenset[str] = frozenset()
-    """The parts of all layers that are run again, by Megatron's names."""
-
-    @classmethod
-    def by_flags(
-        cls,
-        granularity: str | None,
-        method: str | None,
-        num_layers: int | None,
-        layers_of_stage: float,
-        modules: Collection[str] | None,
-    ) -> Recomputed:
-        """Return what Megatron's ``--recompute-granularity``, ``-method``, ``-num-layers`` and ``-modules`` say."""
-        if granularity == "selective":
-            return cls(modules=frozenset(modules or ("core_attn",)))
-        if granularity != "full":
-            return cls()
-        return cls(share=min(1.0, (num_layers or 1) / layers_of_stage) if method == "block" else 1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """Bytes of each kind of number."""
-
-    dtype_bytes: int = 2
-    """Bytes of a weight, and of a number in activations and messages."""
-    gradient_bytes: int = 4
-    """Bytes of a gradient, at least; never fewer than those of its weight."""
-    moments_bytes: int | None = None
-    """Bytes of Adam's two moments of a weight together; None: each is float32, or longer."""
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Adam's bytes for a weight: its moments, and a master copy if the weight is shorter than float32."""
-        long = max(4, self.dtype_bytes)
-        return (self.moments_bytes or 2 * long) + (long if self.dtype_bytes < long else 0)
-
-    def optimizer_s_per_byte(self, memory_bytes_per_s: float) -> float:
-        """Return the time of a step's end for each byte of optimizer state, by what is read and written for a weight.
-
-        Its optimizer state is read and written. So is its gradient: read for the norm, scaled (read and written), read
-        by Adam, and zeroed. The weight is written, and read if it has no master copy. Source: megatron core_v0.16.1
-        core/optimizer/optimizer.py, and ``mcore/model/optimizer.py``.
-        """
-        has_master = self.dtype_bytes < 4
-        gradient = max(self.gradient_bytes, self.dtype_bytes)
-        size = 2 * self.optimizer_bytes + 5 * gradient + (1 if has_master else 2) * self.dtype_bytes
-        return size / self.optimizer_bytes / (_OF_MEMORY * memory_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +74,7 @@ def estimated_profile(
     seq_length: int,
     micro_batch_size: int,
     vocab_size: int,
-    precision: Precision = Precision(),  # frozen
+    precision: Precision = Precision(),  # noqa: B008 # frozen
     flops_per_s: float = 2e14,  # achieved by one of a worker's GPUs
     link_latency_s: float = 2e-5,
     link_bytes_per_s: float = 2.5e10,
@@ -239,46 +85,46 @@ def estimated_profile(
     sequence_parallel: bool = True,
     is_tied: bool = False,
     is_gated: bool = True,  # MLPs have three products, as with SwiGLU, not two
-    recomputed: Recomputed = Recomputed(),  # frozen
+    recomputed: Recomputed = Recomputed(),  # noqa: B008 # frozen
     experts: Experts | None = None,
     mtp_num_layers: int = 0,
     unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
 ) -> Profile:
-    """Return the costs of a decoder-only transformer, estimated from FLOPs: 2 per weight and token for products and
-    their gradients, ``2 * seq`` for causal scores, in the backward twice.
-    """
+    """Return a decoder's costs by FLOPs: 2 per weight and token for products and their gradients, ``2 * seq`` for causal
+    scores, in the backward twice. There is room in memory for what is run again."""
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
-    words, products, parts = vocab_size * hidden_size, 3 if is_gated else 2, (experts and experts.parts) or tp
+    products, parts, words = 3 if is_gated else 2, (experts and experts.parts) or tp, vocab_size * hidden_size
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
     layer = functools.partial(_layer_cost, precision=precision, parts=tp)
     kept_of = functools.partial(_kept, recomputed, experts, products, hidden_size, seq_length, whole, tp)
 
-    def transformer(attention: AttentionShape, ffn: int, spread: int, passed: int, routed: int) -> LayerCost:
+    def transformer(shape: tuple[AttentionShape, int, int, int, int], kept: _Kept) -> LayerCost:
+        attention, ffn, spread, passed, routed = shape
         scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
         again, forward_s, own = recomputed.share, matmul_s + scores_s, products * (spread * tp // parts)
-        kept, late, anew, whole_anew = kept_of((attention, ffn, spread, passed, routed))
         held = attention.weights + hidden_size * (products * ffn + own + routed + 2)
         apart = hidden_size * own * bool(experts and experts.parts)
-        later_s = (1 - again) * (matmul_s - 2 * tokens * whole_anew / rate)
-        back_s = forward_s * (2 + again) + 2 * tokens * anew / rate - later_s
-        return layer((forward_s, back_s, later_s), round(tokens * kept), held, apart, round(tokens * late))
+        later_s = (1 - again) * (matmul_s - 2 * tokens * kept.anew_with_gradients / rate)
+        times_s = forward_s, forward_s * (2 + again) + 2 * tokens * kept.anew / rate - later_s, later_s
+        return layer(times_s, round(tokens * kept.numbers), held, apart, round(tokens * kept.late))
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
-    inner, copied = [transformer(*one) for one in shapes], tokens * hidden_size * precision.dtype_bytes / tp
-    copy_s, again = copied / _COPIED_BYTES_PER_S, inner[-1:] * mtp_num_layers
-    first, last, tied = _ends(layer, copy_s, rate, tokens, whole, hidden_size, words, is_tied, again)
+    inner = [transformer(one, kept_of(one)) for one in shapes]
+    copied, again = tokens * hidden_size * precision.dtype_bytes / tp, inner[-1:] * mtp_num_layers
+    run_again = recomputed.at_a_time * tokens * max(kept_of(one).run_again for one in shapes)
+    first, last, tied = _ends(layer, copied, rate, tokens, whole, hidden_size, words, is_tied, again)
     costs = Costs(
         layers=(first, *inner, last),
         tied=tied,
         message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
         link_latency_s=link_latency_s,
         link_bytes_per_s=link_bytes_per_s,
-        memory_bytes=memory_bytes,
+        memory_bytes=memory_bytes and memory_bytes - round(run_again) * precision.dtype_bytes // tp,
         optimizer_s_per_byte=precision.optimizer_s_per_byte(memory_bytes_per_s),
     )
-    operations = (_operations(one, flops_per_s) for one in (*inner, last))
-    return Profile(operations=((copied, 0.0, copied), *operations), costs=costs)
+    of_layers = (_operations(one, flops_per_s) for one in (*inner, last))
+    return Profile(operations=((copied, 0.0, copied), *of_layers), costs=costs)
 
 
 def exchanging(
@@ -353,7 +199,7 @@ def _operations(layer: LayerCost, flops_per_s: float) -> tuple[float, float, flo
 
 def _ends(
     layer: Callable[..., LayerCost],
-    copy_s: float,
+    copied: float,
     rate: float,
     tokens: int,
     whole: int,
@@ -362,11 +208,12 @@ def _ends(
     is_tied: bool,
     again: Sequence[LayerCost],
 ) -> tuple[LayerCost, LayerCost, LayerCost | None]:
-    """Return embedding, head, and the weight that they share, if any.
+    """Return embedding, of ``copied`` bytes, head, and the weight that they share, if any.
 
     With multi-token prediction the head is computed once more for each layer in ``again``: it joins two hidden states,
     passes that layer, and is a head again.
     """
+    copy_s = copied / _COPIED_BYTES_PER_S
     head_s, joined_s = 2 * tokens * words / rate, 4 * tokens * hidden_size**2 / rate
     kept, logits = tokens * whole // 2, tokens * words // hidden_size
     tied = layer((0.0,) * 3, 0, words) if is_tied or again else None
@@ -408,6 +255,21 @@ def _shapes(
     return found
 
 
+class _Kept(NamedTuple):
+    """What a layer keeps of a token, in numbers, and the weights whose products it computes again."""
+
+    numbers: float
+    """From its forward to its backward."""
+    late: float
+    """Besides, from its input gradient to its weight gradient; below 0: so many fewer."""
+    run_again: float
+    """Within its backward, of what is run again and is free behind it."""
+    anew: int
+    """Weights whose products its modules compute again in the input gradient."""
+    anew_with_gradients: int
+    """Those of them whose gradients come with it, as all do of a layer that is run again as a whole."""
+
+
 def _kept(
     recomputed: Recomputed,
     experts: Experts | None,
@@ -417,11 +279,8 @@ def _kept(
     whole: int,
     tensor_parallel_size: int,
     shape: tuple[AttentionShape, int, int, int, int],
-) -> tuple[float, float, int, int]:
-    """Return the numbers per token that a layer of ``shape`` (:func:`_shapes`) keeps from its forward to its backward,
-    those that it keeps besides from its input gradient to its weight gradient (below 0: that it keeps no more), the
-    weights whose products its modules compute again in the input gradient, and those of them whose gradients come with
-    it, as all do of a layer that is run again as a whole (``mcore/model/wgrad.py``).
+) -> _Kept:
+    """Return what a layer of ``shape`` (:func:`_shapes`) keeps, and what it runs again (``mcore/model/wgrad.py``).
 
     Attention is fused (arXiv 2205.05198, section 4.2). ``whole`` is of four hidden states, of which a layer that is
     run again as a whole keeps one. The weight gradients of experts need a copy of each token for each expert that it
@@ -458,8 +317,9 @@ def _kept(
     has_mlp = bool(passed) and not spread and "mlp" not in found
     gathered = (bool(attention.weights) + has_mlp) * is_cut * hidden_size * (tensor_parallel_size - 1)
     stays = most + gathered + inputs * ("moe" not in found) - sum(one for one, _ in at_once)
-    anew, whole_anew = (sum(weights for _, weights in of) for of in (found.values(), at_once))
-    return kept, (1 - share) * stays - kept, anew, whole_anew
+    anew, with_gradients = (sum(weights for _, weights in of) for of in (found.values(), at_once))
+    run_again = most - whole / 4 if share else sum(one for one, _ in at_once)
+    return _Kept(kept, (1 - share) * stays - kept, run_again, anew, with_gradients)
 
 
 def _layer_cost(
