@@ -90,13 +90,14 @@ def estimated_profile(
     mtp_num_layers: int = 0,
     unlike: Sequence[tuple[AttentionShape, int]] = (),  # (attention, hidden units) of each layer
 ) -> Profile:
-    """Return a decoder's costs by FLOPs: 2 per weight and token for products and their gradients, ``2 * seq`` for causal
-    scores, in the backward twice. There is room in memory for what is run again."""
+    """Return the costs of a decoder, estimated from FLOPs.
+
+    Products and their gradients take 2 per weight and token, causal scores ``2 * seq``, in the backward twice.
+    """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
     products, parts, words = 3 if is_gated else 2, (experts and experts.parts) or tp, vocab_size * hidden_size
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
     layer = functools.partial(_layer_cost, precision=precision, parts=tp)
-    kept_of = functools.partial(_kept, recomputed, experts, products, hidden_size, seq_length, whole, tp)
 
     def transformer(shape: tuple[AttentionShape, int, int, int, int], kept: _Kept) -> LayerCost:
         attention, ffn, spread, passed, routed = shape
@@ -110,9 +111,10 @@ def estimated_profile(
         return layer(times_s, round(tokens * kept.numbers), held, apart, round(tokens * kept.late))
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
-    inner = [transformer(one, kept_of(one)) for one in shapes]
+    kept = [_kept(recomputed, experts, products, hidden_size, seq_length, whole, tp, one) for one in shapes]
+    inner = [*map(transformer, shapes, kept)]
     copied, again = tokens * hidden_size * precision.dtype_bytes / tp, inner[-1:] * mtp_num_layers
-    run_again = recomputed.at_a_time * tokens * max(kept_of(one).run_again for one in shapes)
+    run_again = recomputed.at_a_time * tokens * max(one.run_again for one in kept)
     first, last, tied = _ends(layer, copied, rate, tokens, whole, hidden_size, words, is_tied, again)
     costs = Costs(
         layers=(first, *inner, last),
