@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import NamedTuple
@@ -95,38 +95,36 @@ def estimated_profile(
     Products and their gradients take 2 per weight and token, causal scores ``2 * seq``, in the backward twice.
     """
     tokens, tp = seq_length * micro_batch_size // context_parallel_size, tensor_parallel_size
-    products, parts, words = 3 if is_gated else 2, (experts and experts.parts) or tp, vocab_size * hidden_size
+    products, apart, words = 3 if is_gated else 2, experts.parts if experts else 0, vocab_size * hidden_size
     rate, whole = flops_per_s * tp, 4 * hidden_size * (1 if sequence_parallel else tp)
     layer = functools.partial(_layer_cost, precision=precision, parts=tp)
 
     def transformer(shape: tuple[AttentionShape, int, int, int, int], kept: _Kept) -> LayerCost:
         attention, ffn, spread, passed, routed = shape
-        scores_s = 2 * tokens * seq_length * attention.score_width / rate
         matmul_s = 2 * tokens * (attention.weights + hidden_size * (products * passed + routed)) / rate
-        again, forward_s, own = recomputed.share, matmul_s + scores_s, products * (spread * tp // parts)
-        held = attention.weights + hidden_size * (products * ffn + own + routed + 2)
-        apart = hidden_size * own * bool(experts and experts.parts)
+        forward_s, again = matmul_s + 2 * tokens * seq_length * attention.score_width / rate, recomputed.share
+        own = hidden_size * products * (spread * tp // (apart or tp))
+        held = attention.weights + hidden_size * (products * ffn + routed + 2) + own
         later_s = (1 - again) * (matmul_s - 2 * tokens * kept.anew_with_gradients / rate)
         times_s = forward_s, forward_s * (2 + again) + 2 * tokens * kept.anew / rate - later_s, later_s
-        return layer(times_s, round(tokens * kept.numbers), held, apart, round(tokens * kept.late))
+        sizes = round(tokens * kept.numbers), held, own * bool(apart), round(tokens * kept.late)
+        return layer(times_s, *sizes)
 
     shapes = _shapes(num_transformer_layers, attention, ffn_hidden_size, experts, unlike)
     kept = [_kept(recomputed, experts, products, hidden_size, seq_length, whole, tp, one) for one in shapes]
     inner = [*map(transformer, shapes, kept)]
-    copied, again = tokens * hidden_size * precision.dtype_bytes / tp, inner[-1:] * mtp_num_layers
-    run_again = recomputed.at_a_time * tokens * max(one.run_again for one in kept)
-    first, last, tied = _ends(layer, copied, rate, tokens, whole, hidden_size, words, is_tied, again)
+    copied, ahead = tokens * hidden_size * precision.dtype_bytes / tp, inner[-1:] * mtp_num_layers
+    first, last, tied = _ends(layer, copied, rate, tokens, whole, hidden_size, words, is_tied, ahead)
     costs = Costs(
         layers=(first, *inner, last),
         tied=tied,
         message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
         link_latency_s=link_latency_s,
         link_bytes_per_s=link_bytes_per_s,
-        memory_bytes=memory_bytes and memory_bytes - round(run_again) * precision.dtype_bytes // tp,
+        memory_bytes=_beside_run_again(memory_bytes, recomputed, kept, tokens * precision.dtype_bytes / tp),
         optimizer_s_per_byte=precision.optimizer_s_per_byte(memory_bytes_per_s),
     )
-    of_layers = (_operations(one, flops_per_s) for one in (*inner, last))
-    return Profile(operations=((copied, 0.0, copied), *of_layers), costs=costs)
+    return Profile(operations=((copied, 0.0, copied), *_operations((*inner, last), flops_per_s)), costs=costs)
 
 
 def exchanging(
@@ -195,8 +193,9 @@ def share_of_experts(
     return spread / (spread + others)
 
 
-def _operations(layer: LayerCost, flops_per_s: float) -> tuple[float, float, float]:
-    return layer.forward_s * flops_per_s, layer.input_grad_s * flops_per_s, layer.weight_grad_s * flops_per_s
+def _operations(layers: Sequence[LayerCost], flops_per_s: float) -> Iterator[tuple[float, float, float]]:
+    for one in layers:
+        yield one.forward_s * flops_per_s, one.input_grad_s * flops_per_s, one.weight_grad_s * flops_per_s
 
 
 def _ends(
@@ -270,6 +269,14 @@ class _Kept(NamedTuple):
     """Weights whose products its modules compute again in the input gradient."""
     anew_with_gradients: int
     """Those of them whose gradients come with it, as all do of a layer that is run again as a whole."""
+
+
+def _beside_run_again(
+    memory_bytes: int | None, recomputed: Recomputed, kept: Sequence[_Kept], bytes_each: float
+) -> int | None:
+    """Return how much of ``memory_bytes`` plans may use beside what is run again, of ``bytes_each`` number."""
+    most = recomputed.at_a_time * max(one.run_again for one in kept)
+    return memory_bytes and memory_bytes - round(most * bytes_each)
 
 
 def _kept(
