@@ -26,6 +26,7 @@ def test_what_makes_room_is_said():
     # The head's, which is not computed again, are left.
     needs, less = (float(re.search(r"needs ([\d.]+) GiB", refused(one))[1]) for one in (more, full))
     assert needs - less > 4
+    assert "GiB are for what is run again" in refused(full)
     assert "A smaller --odyssey-memory-headroom-percent lets plans use more." in said
     assert "Of this a job would only warn, and start without regard to memory." in said
 
