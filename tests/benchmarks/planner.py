@@ -38,7 +38,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,9 +48,7 @@ if __package__ in (None, ""):
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.events import RankDied
-from odyssey_megatron.cluster.state import ClusterState
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.diagnosis.verdicts import SLOW_WORKER, Diagnosis, Verdict
 from odyssey_megatron.launch.coordinator import coordinator as coordinator_module
 from odyssey_megatron.launch.coordinator.coordinator import Coordinator
 from odyssey_megatron.launch.wire import control as keys
@@ -60,13 +57,12 @@ from odyssey_megatron.launch.wire.control import Control, EventReader
 from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
 from odyssey_megatron.metrics.journal import Journal
 from odyssey_megatron.plan.placing.groups import group_members
-from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.scheduling.smaller import StepPlan
 from odyssey_megatron.plan.sending.generation import Generation
-from odyssey_megatron.policy.planner import PolicyPlanner
 from tests.benchmarks.bars import Bar, at_most, finish
 from tests.benchmarks.going_on import go_on
 from tests.benchmarks.played_ranks import GPUS_A_NODE, MOST_S, NUMBERS, Ranks, job_of, lost_workers
+from tests.benchmarks.rehearsed_planner import RehearsedPlanner
 
 CLUSTERS = (
     ("llama2-7b", 32, 1, 8, 20.0, 350),
@@ -83,18 +79,16 @@ DEAD = (1, 8, 64, "node")
 each repeat.
 """
 MORE_DEAD: dict[int, tuple[int | str, ...]] = {
-    32: ("again", "slow"),
-    256: (12, 20, 24, 40, "again", "slow", "smaller"),
-    16384: ("slow", "smaller"),
+    32: ("again", "slow", "link"),
+    256: (12, 20, 24, 40, "again", "slow", "link", "smaller"),
+    16384: ("slow", "link", "smaller"),
 }
 """By GPUs, incidents besides. 24 and 40 dead are as many as whole nodes have, for which decisions are rehearsed; 12 and
 20 are not. ``again``: a second worker dies as soon as there is a plan without the first one, long before what decisions
 look up has been worked out for that plan. ``slow``: a worker dies as soon as a better plan is on offer because another
-one is slow, long before what decisions look up has been worked out for that one's speed. ``smaller``: a cell dies as
-soon as another one has come back with half of its ranks.
+one is slow, long before what decisions look up has been worked out for that one's speed. ``link``: so beside a slow
+link between two workers. ``smaller``: a cell dies as soon as another one has come back with half of its ranks.
 """
-SLOWED = 1.25
-"""Times as long as before."""
 TIGHT_DEAD = (1, 8)
 """Where memory binds (``job_of``), so many of up to 256 workers of one GPU each."""
 COPIES = (0, 2)
@@ -123,39 +117,6 @@ class Clocks:
 
     def now(self) -> tuple[float, float]:
         return time.thread_time(), time.perf_counter()
-
-
-class RehearsedPlanner(PolicyPlanner):
-    """Says when it has worked out what decisions by measured costs look up."""
-
-    def __init__(self, config: OdysseyConfig):
-        super().__init__(config)
-        self.known_s = math.inf
-        self.rehearsed_s = math.inf
-        self.slow: int | None = None
-        """A worker that turns out to be slow: ``SLOWED``."""
-        self._looks = 0
-
-    def learn(
-        self, state: ClusterState, current: Plan, observations: Sequence[str], now_s: float
-    ) -> Diagnosis:
-        found, self._looks = super().learn(state, current, observations, now_s), self._looks + 1
-        if self.slow is None:
-            return found
-        verdict = Verdict(
-            kind=SLOW_WORKER, worker=self.slow, factor=SLOWED, found=0, evidence="by the benchmark"
-        )
-        return replace(found, verdicts=(verdict,), latest={self.slow: SLOWED}, newest=self._looks)
-
-    def adopt(self, observations: Sequence[str]) -> None:
-        super().adopt(observations)
-        self.known_s = min(self.known_s, time.monotonic())
-
-    def rehearse(self, state: ClusterState, current: Plan, now_s: float) -> None:
-        is_measured = time.monotonic() > self.known_s
-        super().rehearse(state, current, now_s)
-        if is_measured:
-            self.rehearsed_s = min(self.rehearsed_s, time.monotonic())
 
 
 class TimedReader(EventReader):
@@ -210,8 +171,12 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     until(lambda: planner.rehearsed_s < math.inf)
     pipe.send(planner.rehearsed_s - planner.known_s)
     while (asked := pipe.recv()) != "clocks":
-        planner.slow = asked
-        until(lambda worker=asked: coordinator._job.cluster.workers[worker].pace < 1.0)
+        if isinstance(asked, tuple):
+            planner.link = asked
+            until(lambda: coordinator._job.cluster.slow_links)
+        else:
+            planner.slow = asked
+            until(lambda worker=asked: coordinator._job.cluster.workers[worker].pace < 1.0)
         pipe.send("slow")
     clocks.began = clocks.taken = None
     before_ms = loop_ms()
@@ -227,7 +192,7 @@ def coordinate(pipe: Connection, config: OdysseyConfig, nodes: dict[int, int], f
     pipe.send((torch_mb, largest_mb()))
 
 
-def until(found: Callable[[], bool]) -> None:
+def until(found: Callable[[], object]) -> None:
     """Raises TimeoutError, which ends this process, and the benchmark with it."""
     deadline_s = time.monotonic() + MOST_S
     while not found():
@@ -325,8 +290,8 @@ def before_it(
     """
     if dead == "again":
         ranks.lose_one(lost)
-    if dead == "slow":
-        pipe.send(lost.pop())
+    if dead in ("slow", "link"):
+        pipe.send(lost.pop() if dead == "slow" else ranks.a_link)
         assert pipe.recv() == "slow"
     if dead == "smaller":
         ranks.come_back_smaller(lost.pop(), generation)
@@ -340,7 +305,7 @@ def measure(incident: Incident, repeat: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     nodes = {rank: rank // GPUS_A_NODE for rank in range(gpus)}
-    rebalance = "auto" if dead == "slow" else "off"
+    rebalance = "auto" if dead in ("slow", "link") else "off"
     config = OdysseyConfig(node_lease_s=1e5, run_dir=folder, layout=layout, rebalance=rebalance)
     process = context.Process(target=coordinate, args=(theirs, config, nodes, folder), daemon=True)
     process.start()

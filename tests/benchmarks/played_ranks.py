@@ -54,7 +54,7 @@ def job_of(
     return job, profile
 
 
-NUMBERS: dict[int | str, int | str] = {"again": 2, "slow": 2, "smaller": 2}
+NUMBERS: dict[int | str, int | str] = {"again": 2, "slow": 2, "link": 1, "smaller": 2}
 """Workers that the incident of a name is about, if that is a number."""
 
 
@@ -71,6 +71,8 @@ class Ranks:
             num_microbatches=job.num_microbatches,
         )
         self.spans = {hop.worker: (hop.first, hop.last) for route in layout.routes for hop in route.hops}
+        one, other, *_ = (hop.worker for hop in layout.routes[0].hops)
+        self.a_link = one, other
 
     def noisy(self, value: float) -> float:
         return value * self.random.uniform(0.98, 1.02)
