@@ -69,6 +69,8 @@ class LineVerdict:
     """Sentences on variables of which only running the script would tell which of several values they have."""
     script: str = ""
     """The name of the script, if it is not one that has been tried."""
+    of_gpus: str = ""
+    """Why flags do not go with the GPUs that the script starts, as it is read here. It may be started with others."""
     without_odyssey: bool = False
     """Whether the line of a launch script does not have ``--odyssey``, so that it would start a plain job."""
 
@@ -91,6 +93,8 @@ class LineVerdict:
         lines += [f"  {flag} changes nothing: {why}" for flag, why in self.ignored.items()]
         if self.starts:
             lines += [f"  {flag}: {what}" for flag, what in self.cautions.items()]
+        if self.of_gpus:
+            lines.append(f"  {self.of_gpus}")
         lines += self._unknown_told()
         if self.unread:
             lines.append(
@@ -163,7 +167,6 @@ def judged(
         refused=({name: other} if other else {})
         | ({before: f"{before} stands before {line.script}: {BEHIND_SCRIPT}"} if before else {})
         | not_taken(flags, version, is_whole=not unread_words, is_one=not line.choices)
-        | _too_few_or_many(given_in(args, parser), line, is_whole=not unread_words)
         | {
             flag: f"{flag}: megatron-core {version} does not have it ({since})."
             for flag, since in missing.items()
@@ -177,19 +180,21 @@ def judged(
         unread=unread_words,
         undecided=(*refusals.undecided(args), *unknown),
         choices=tuple(choices_told(line.choices)),
+        of_gpus=_of_gpus(given_in(args, parser), line, is_whole=not unread_words),
         without_odyssey=bool(name) and config.mode == "off" and not (before or unread_words),
         script="" if name in TRIED else name,
     )
 
 
-def _too_few_or_many(given: Mapping[str, Any], line: LaunchCommand, *, is_whole: bool) -> dict[str, str]:
-    """Return flag -> why it does not go with the number of GPUs that ``line`` starts, if that is known."""
+def _of_gpus(given: Mapping[str, Any], line: LaunchCommand, *, is_whole: bool) -> str:
+    """Return why flags do not go with the number of GPUs that ``line`` starts; empty: they do, or it is not known."""
     size = nodes_and_gpus(line.launcher)
     if size is None or line.choices:
-        return {}
-    told = f"As it is read here the script starts {size[0]} node(s) of {size[1]} GPUs; if not, say so: {STARTED_WITH}."
-    found = broken_on(given, size[0] * size[1], is_whole=is_whole)
-    return {flag: f"{why} {told}" for flag, why in found.items()}
+        return ""
+    why = broken_on(given, size[0] * size[1], is_whole=is_whole)
+    # Templates have one node, which whoever starts them changes.
+    told = f"as it is read here the script starts {size[0]} node(s) of {size[1]} GPUs, which Megatron-LM would refuse"
+    return f"{told}: {why}" if why else ""
 
 
 def _named_in(checkout: Path, flags: Iterable[str]) -> set[str]:

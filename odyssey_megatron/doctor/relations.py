@@ -82,8 +82,8 @@ def broken(given: Mapping[str, Any], *, is_whole: bool) -> dict[str, str]:
     return found
 
 
-def broken_on(given: Mapping[str, Any], gpus: int, *, is_whole: bool) -> dict[str, str]:
-    """As :func:`broken`, of what does not go with the number of GPUs."""
+def broken_on(given: Mapping[str, Any], gpus: int, *, is_whole: bool) -> str:
+    """Return what does not go with the number of GPUs; empty: nothing. The arguments are :func:`broken`'s."""
     flags = _Flags(given, is_whole)
     tp, cp, pp, ep = (
         flags.size(f"{name}_parallel_size", 1)
@@ -91,15 +91,13 @@ def broken_on(given: Mapping[str, Any], gpus: int, *, is_whole: bool) -> dict[st
     )
     etp = flags.size("expert_tensor_parallel_size", tp)
     if not (tp and cp and pp and ep and etp):
-        return {}
+        return ""
     try:
         check_world(gpus, pp, Cell.of(0, tensor=tp, context=cp, expert=ep, expert_tensor=etp))
     except ConfigError as error:
-        return {"--nproc-per-node": str(error)}
+        return str(error)
     batch, each, dp = flags.size("global_batch_size"), flags.size("micro_batch_size"), gpus // (tp * cp * pp)
-    if batch and each and flags.lacks(_OTHER_BATCHES) and (why := uneven_batch(batch, each, dp)):
-        return {"--global-batch-size": why}
-    return {}
+    return uneven_batch(batch, each, dp) if batch and each and flags.lacks(_OTHER_BATCHES) else ""
 
 
 def uneven_batch(batch: int, each: int, replicas: int) -> str:

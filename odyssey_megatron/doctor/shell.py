@@ -42,8 +42,6 @@ _MOST_WORDS = 100_000
 _MOST_SOURCED = 100
 _MOST_NESTED = 4
 """A default may have one of its own."""
-_OF_SLURM = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-"""Variables that Slurm sets to the number of nodes, whatever a script has in case that it does not."""
 _COMPARED: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt,
     "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
@@ -332,8 +330,6 @@ class Script:
             known = self._value(name)
             if known is not None and (known or default is None):
                 return " ".join(known)
-            if name in _OF_SLURM:
-                return f"${name}"  # its default is for a single machine
             if found[3] == "=":
                 self._put(name, [default], [])
             return default if default is not None else found[0]

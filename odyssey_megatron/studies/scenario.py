@@ -175,8 +175,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     line = _overridden(_line(options, more), options)
     nodes, gpus = _cluster(options.cluster or line.cluster or _CLUSTER)
     pp, cell = line.pipeline_model_parallel_size, Cell.in_job(0, line)
-    check_world(nodes * gpus, pp, cell)
-    dp = nodes * gpus // (pp * cell.size)
+    dp = _num_pipelines(nodes * gpus, pp, cell, by_line=not options.cluster)
     num_microbatches = _num_microbatches(line, options.num_microbatches, dp, cell.lanes)
     name, profile, known = _costs(line, options, cell, gpus)
     profile, of_memory = _with_memory(profile, options, line.config.memory_headroom_percent)
@@ -366,6 +365,15 @@ def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:
             "model that has, or give the --profile of a job."
         )
     return line
+
+
+def _num_pipelines(ranks: int, pp: int, cell: Cell, *, by_line: bool) -> int:
+    """Return the number of pipelines of ``ranks``; ``by_line``: --cluster does not say these. Raises ConfigError."""
+    try:
+        check_world(ranks, pp, cell)
+    except ConfigError as error:
+        raise ConfigError(f"{error} --cluster says on which to plan.") if by_line else error from None
+    return ranks // (pp * cell.size)
 
 
 def _num_microbatches(line: LaunchLine, each: int | None, dp: int, lanes: int) -> int:

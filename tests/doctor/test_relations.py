@@ -9,6 +9,7 @@ from odyssey_megatron.doctor.launch_line import judged
 from odyssey_megatron.doctor.launch_script import launch_line
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.studies.launch_line import read
+from odyssey_megatron.studies.whatif import main_plan
 
 LINE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
@@ -63,24 +64,43 @@ def test_what_megatron_refuses_neither_starts_nor_is_planned(flags, said, taken)
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (f"torchrun --nproc-per-node 6 a.py {LINE} {TP4}", r"the world size \(6 ranks\) is not divisible by"),
+        (f"torchrun --nproc-per-node 6 a.py {LINE} {TP4}", "the world size (6 ranks) is not divisible by"),
         (f"torchrun --nproc-per-node 8 a.py {LINE} {TP4}", ""),
         (f"torchrun --nproc-per-node 8 a.py {LINE} --global-batch-size 24", "24 is not divisible by 16, "),
         (f"torchrun --nproc-per-node 8 a.py {LINE} --global-batch-size 24 {TP4}", ""),
         (f"torchrun --nproc-per-node 8 a.py {LINE} --global-batch-size 24 --rampup-batch-size 8 8 99", ""),
-        (f"N=${{SLURM_NNODES:-1}}\ntorchrun --nproc-per-node 2 --nnodes $N a.py {LINE} {TP4}", ""),
+        (
+            f"torchrun --nproc-per-node 2 --nnodes ${{NNODES:-1}} a.py {LINE} {TP4}",
+            "Start a multiple of 4 ranks",
+        ),
         (f"torchrun --nproc-per-node 6 --nnodes $N a.py {LINE} {TP4}", ""),
     ],
 )
-def test_the_gpus_that_a_script_starts_count(script, said):
-    """Unless Slurm says on how many nodes."""
+def test_the_gpus_that_a_script_starts_are_told_of(script, said):
+    """It starts all the same: a template has one node, whatever its sizes."""
     line = launch_line(script)
     found = judged(line.flags, line=line)
-    assert found.starts is not bool(said)
+    assert found.starts
+    assert said in found.of_gpus
+    assert bool(found.of_gpus) == bool(said)
+    assert found.of_gpus in found.told("a script")
     if said:
-        (told,) = found.refused.values()
-        assert said.replace("\\", "") in told
-        assert "As it is read here the script starts 1 node(s) of " in told
+        assert "as it is read here the script starts 1 node(s) of " in found.of_gpus
+
+
+def test_only_a_plan_needs_a_number_of_gpus_that_goes_with_the_sizes(tmp_path):
+    path = tmp_path / "train.sh"
+    batch = "--global-batch-size $((N * 64))"
+    path.write_text(
+        f"N=${{SLURM_NNODES:-1}}\ntorchrun --nproc-per-node 2 --nnodes $N a.py {LINE} {TP4} {batch} --odyssey"
+    )
+    job = ["--job", str(path)]
+    assert main(["doctor", *job]) == 0
+    with pytest.raises(
+        ConfigError, match=r"\(2 ranks\) .* Start a multiple of 4 .* --cluster says on which to plan"
+    ):
+        main_plan(job)
+    assert main_plan([*job, "--cluster", "1x8"]) == 0
 
 
 @pytest.mark.parametrize(
