@@ -90,6 +90,12 @@ def not_taken(
     return found | broken(given_in(args, parser), is_whole=is_whole) if is_one else found
 
 
+def check_taken(flags: Sequence[str], *, is_whole: bool, is_one: bool = True) -> None:
+    """Raise ConfigError if :func:`not_taken` finds something, by the flags of all recorded versions."""
+    if wrong := not_taken(flags, None, is_whole=is_whole, is_one=is_one):
+        raise ConfigError(f"Megatron-LM refuses this launch line: {' '.join(wrong.values())}")
+
+
 def settings(
     flags: Sequence[str], environ: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[OdysseyConfig, list[str]]:

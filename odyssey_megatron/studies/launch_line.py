@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.doctor.flags import looked_at, not_taken, settings
+from odyssey_megatron.doctor.flags import check_taken, looked_at, settings
 from odyssey_megatron.doctor.launch_line import SAY_THEM, STARTED_WITH, choices_told, read_job, unread
 from odyssey_megatron.doctor.launcher import nodes_and_gpus
 from odyssey_megatron.errors import ConfigError
@@ -38,11 +38,10 @@ _SIZES_OF_CELLS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-
-
 BESIDE_MODEL = frozenset(
     "attention_dropout hidden_dropout moe_token_dispatcher_type global_batch_size seq_length max_position_embeddings "
-    "recompute_granularity recompute_method recompute_num_layers recompute_modules".split()
+    "recompute_granularity recompute_method recompute_num_layers recompute_modules "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
 )
 """Flags of Megatron's that say how a named model is trained, and not what it is."""
 
@@ -128,8 +127,7 @@ def read(
     if layers > MOST_LAYERS:
         raise ConfigError(f"--num-layers {layers:,}: at most {MOST_LAYERS:,} are planned for.")
     config, unknown = settings(flags, environ)
-    if wrong := not_taken(flags, None, is_whole=not elsewhere, is_one=is_one):
-        raise ConfigError(f"Megatron-LM refuses this launch line: {' '.join(wrong.values())}")
+    check_taken(flags, is_whole=not elsewhere, is_one=is_one)
     return LaunchLine(
         model=_model(line, layers, stages),
         pipeline_model_parallel_size=stages,
@@ -192,6 +190,7 @@ def of_named(
         model=model,
         name=name,
         pipeline_model_parallel_size=stages,
+        stage_layers=_stage_layers(line, model.num_layers, stages) if model else (),
         global_batch_size=line.maybe("global_batch_size"),
         config=config,
         given=given,

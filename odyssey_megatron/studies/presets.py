@@ -59,6 +59,8 @@ class Model:
     hidden_size: int
     ffn_hidden_size: int
     attention: AttentionShape
+    num_attention_heads: int = 0
+    """Of a named model; 0: a launch line says it."""
     vocab_size: int
     seq_length: int
     precision: Precision = Precision()  # noqa: RUF009 # frozen
@@ -148,39 +150,63 @@ class Model:
         )
 
 
+def _grouped(
+    heads: int,
+    query_groups: int,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    vocab_size: int,
+    seq_length: int,
+    experts: Experts | None = None,
+) -> Model:
+    """Return a model with grouped-query attention, each of whose heads has 128 numbers."""
+    return Model(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        attention=AttentionShape.grouped(hidden_size, heads, query_groups, 128),
+        num_attention_heads=heads,
+        vocab_size=vocab_size,
+        seq_length=seq_length,
+        experts=experts,
+    )
+
+
 MODELS = {
-    "llama2-7b": Model(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, attention=AttentionShape.grouped(4096, 32, 32, 128),
+    "llama2-7b": _grouped(
+        32, 32, num_layers=32, hidden_size=4096, ffn_hidden_size=11008,
         vocab_size=32000, seq_length=4096,
     ),
-    "llama2-13b": Model(
-        num_layers=40, hidden_size=5120, ffn_hidden_size=13824, attention=AttentionShape.grouped(5120, 40, 40, 128),
+    "llama2-13b": _grouped(
+        40, 40, num_layers=40, hidden_size=5120, ffn_hidden_size=13824,
         vocab_size=32000, seq_length=4096,
     ),
-    "llama2-70b": Model(
-        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, attention=AttentionShape.grouped(8192, 64, 8, 128),
+    "llama2-70b": _grouped(
+        64, 8, num_layers=80, hidden_size=8192, ffn_hidden_size=28672,
         vocab_size=32000, seq_length=4096,
     ),
-    "llama3-8b": Model(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, attention=AttentionShape.grouped(4096, 32, 8, 128),
+    "llama3-8b": _grouped(
+        32, 8, num_layers=32, hidden_size=4096, ffn_hidden_size=14336,
         vocab_size=128256, seq_length=8192,
     ),
-    "llama3-70b": Model(
-        num_layers=80, hidden_size=8192, ffn_hidden_size=28672, attention=AttentionShape.grouped(8192, 64, 8, 128),
+    "llama3-70b": _grouped(
+        64, 8, num_layers=80, hidden_size=8192, ffn_hidden_size=28672,
         vocab_size=128256, seq_length=8192,
     ),
-    "mixtral-8x7b": Model(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, attention=AttentionShape.grouped(4096, 32, 8, 128),
+    "mixtral-8x7b": _grouped(
+        32, 8, num_layers=32, hidden_size=4096, ffn_hidden_size=14336,
         vocab_size=32000, seq_length=4096,
         experts=Experts(layers=frozenset(range(1, 33)), count=8, topk=2, ffn_hidden_size=14336),
     ),
-    "qwen3-30b-a3b": Model(
-        num_layers=48, hidden_size=2048, ffn_hidden_size=6144, attention=AttentionShape.grouped(2048, 32, 4, 128),
+    "qwen3-30b-a3b": _grouped(
+        32, 4, num_layers=48, hidden_size=2048, ffn_hidden_size=6144,
         vocab_size=151936, seq_length=4096,
         experts=Experts(layers=frozenset(range(1, 49)), count=128, topk=8, ffn_hidden_size=768),
     ),
     "deepseek-v3": Model(
-        num_layers=61, hidden_size=7168, ffn_hidden_size=18432,
+        num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128,
         attention=AttentionShape.latent(
             7168, 128, q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128,
         ),

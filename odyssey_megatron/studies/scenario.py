@@ -11,7 +11,7 @@ from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.job import JobSpec, check_world
 from odyssey_megatron.cluster.state import ClusterState, initial_state
 from odyssey_megatron.config import OdysseyConfig, config_from_argv
-from odyssey_megatron.doctor.flags import looked_at
+from odyssey_megatron.doctor.flags import check_taken, looked_at
 from odyssey_megatron.doctor.relations import uneven_batch
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
@@ -28,6 +28,7 @@ from odyssey_megatron.studies.presets import (
     LINK_EFFICIENCY,
     MODELS,
     Accelerator,
+    Model,
     named,
 )
 from odyssey_megatron.studies.trace import gpus_at
@@ -108,8 +109,8 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        help=f"one of {', '.join(MODELS)} (default: {_MODEL}). Beside it --global-batch-size, --seq-length and those "
-        "of recomputation count as in a launch line",
+        help=f"one of {', '.join(MODELS)} (default: {_MODEL}). Beside it --global-batch-size, --seq-length, "
+        "--decoder-first-pipeline-num-layers and -last-, and those of recomputation count as in a launch line",
     )
     parser.add_argument(
         "--accelerator", default="h100", help=f"one of {', '.join(ACCELERATORS)} (default: h100)"
@@ -173,6 +174,8 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     if options.fit and options.profile:
         raise ConfigError("--fit and --profile both say what layers cost: leave one of them out.")
     line = _overridden(_line(options, more), options)
+    if line.model and line.name in MODELS and not options.job:
+        _check_named(line, line.model, [*more, *_said_again(options)])
     nodes, gpus = _cluster(options.cluster or line.cluster or _CLUSTER)
     pp, cell = line.pipeline_model_parallel_size, Cell.in_job(0, line)
     dp = _num_pipelines(nodes * gpus, pp, cell, by_line=not options.cluster)
@@ -324,7 +327,8 @@ def _line(options: argparse.Namespace, more: Sequence[str]) -> LaunchLine:
             also = "--job" if options.job else of_megatron[0]
             raise ConfigError(
                 f"--model {options.model} is instead of a launch line, and {also} is of one: leave one of them out. "
-                "Beside --model may stand --global-batch-size, --seq-length and the flags of recomputation."
+                "Beside --model may stand --global-batch-size, --seq-length, --decoder-first-pipeline-num-layers and "
+                "-last-, and the flags of recomputation."
             )
         more = [*more, *_said_again(options)]
         if not options.job:
@@ -365,6 +369,19 @@ def _overridden(line: LaunchLine, options: argparse.Namespace) -> LaunchLine:
             "model that has, or give the --profile of a job."
         )
     return line
+
+
+def _check_named(line: LaunchLine, model: Model, flags: Sequence[str]) -> None:
+    """Raise ConfigError if Megatron-LM would refuse a launch line of ``model`` with ``flags``."""
+    of_model = {
+        "--num-layers": model.num_layers,
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-experts": line.num_experts,
+        "--seq-length": model.seq_length,
+        "--pipeline-model-parallel-size": line.pipeline_model_parallel_size,
+    }
+    said = [word for name, size in of_model.items() if size for word in (name, str(size))]
+    check_taken([*said, *["--sequence-parallel"] * line.sequence_parallel, *flags], is_whole=True)
 
 
 def _num_pipelines(ranks: int, pp: int, cell: Cell, *, by_line: bool) -> int:

@@ -45,6 +45,49 @@ def test_a_batch_that_cannot_be_divided_is_refused():
         scenario("--model llama2-7b --cluster 1x8 --pipeline-model-parallel-size 2 --global-batch-size 63")
 
 
+SIXTHS = "--model llama2-7b --cluster 1x6 --pipeline-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "taken"),
+    [
+        (f"{SIXTHS} 2 --tensor-model-parallel-size 3", "heads 32 is not divisible by --tensor-m", f"{SIXTHS} 2"),
+        (f"{SIXTHS} 3", "layers 32 cannot be divided by", f"{SIXTHS} 3 --decoder-first-pipeline-num-layers 10"),
+        (
+            f"{SIXTHS} 1 --context-parallel-size 2 --seq-length 4097",
+            "4097 is not divisible by 4, twice --context",
+            f"{SIXTHS} 1 --context-parallel-size 2 --seq-length 4100",
+        ),
+        (
+            "--model mixtral-8x7b --cluster 2x6 --pipeline-model-parallel-size 4 --expert-model-parallel-size 3",
+            "--num-experts 8 is not divisible by --expert-model-parallel-size 3",
+            "--model mixtral-8x7b --cluster 2x8 --pipeline-model-parallel-size 4 --expert-model-parallel-size 4",
+        ),
+        (
+            f"{SIXTHS} 2 --recompute-granularity full",
+            "full needs --recompute-method and --recompute-num-layers: uniform and 1",
+            f"{SIXTHS} 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
+        (f"{SIXTHS} 2 --recompute-granularity some", "--recompute-granularity some: one of", f"{SIXTHS} 2"),
+        (
+            "--model llama2-7b --cluster 1x8 --tensor-model-parallel-size 2 --seq-length 4097",
+            "is not divisible by --tensor-model-parallel-size 2, as --sequence-parallel",
+            "--model llama2-7b --cluster 1x8 --tensor-model-parallel-size 2 --seq-length 4098",
+        ),
+    ],
+)  # fmt: skip
+def test_what_megatron_refuses_together_is_not_planned(flags, said, taken):
+    with pytest.raises(ConfigError, match=said):
+        scenario(flags)
+    scenario(taken)
+
+
+def test_stages_of_a_named_model_may_be_uneven():
+    flags = "--model deepseek-v3 --cluster 8x8 --pipeline-model-parallel-size 16"
+    ends = "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
+    assert scenario(f"{flags} {ends}").job.stage_layers == (3, *[4] * 14, 2)
+
+
 @pytest.mark.parametrize("batch", ["--global-batch-size 64", "--global-batch-size=64"])
 def test_a_batch_and_microbatches_are_not_given_together(batch):
     flags = "--model llama2-7b --cluster 1x8 --pipeline-model-parallel-size 2"

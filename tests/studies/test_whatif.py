@@ -376,7 +376,7 @@ def test_lost_layers_are_said(capsys, tmp_path):
         (["--cluster", "four"], "write NODESxGPUS"),
         (["--model", "llama9"], "use one of llama2-7b"),
         (["--cluster", "1x6"], "not divisible"),
-        (["--context-parallel-size", "3"], "not divisible by .* 4 times --context-parallel-size 3"),
+        (["--context-parallel-size", "16"], "not divisible by .* 4 times --context-parallel-size 16"),
         (["--expert-model-parallel-size", "2"], "llama2-7b has no experts. Name a model that has"),
         (["--num-layers", "2"], "the launch line has no --hidden-size. Give it to this command"),
         (
