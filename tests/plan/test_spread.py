@@ -61,6 +61,7 @@ def test_replicas_on_two_nodes_are_dealt_to_all_if_that_is_asked_for(count, a_no
     assert spread(wide, nodes, widely=True) is wide
     survives = not on_one_node(with_keepers(layout, None, nodes, 2), nodes)
     assert (spread(layout, nodes, 2, widely=True) is layout) == survives, "two keepers have two nodes at most"
+    assert on(spread(layout, nodes, 3, widely=True)) == {count}
 
 
 def test_a_job_that_asks_for_it_begins_on_all_nodes():
