@@ -17,6 +17,7 @@ from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.inputs import Between
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile, load_profile
+from odyssey_megatron.policy.costs.sizes import Recomputed
 from odyssey_megatron.studies import launch_line
 from odyssey_megatron.studies.busy_experts import with_measured_loads
 from odyssey_megatron.studies.fitting import fitted
@@ -64,6 +65,8 @@ class Scenario:
     """Sentences on what the answer leaves out, and on where its costs come from."""
     uncounted: tuple[str, ...] = ()
     """Those of the notes that say what would take other memory than is counted."""
+    recomputed: Recomputed = Recomputed()  # noqa: RUF009 # frozen
+    """What is run again, as far as is known."""
 
     def rank(self, place: str) -> int:
         """Return the rank that ``place``, ``node:gpu`` or a rank, names. Raises ConfigError."""
@@ -220,6 +223,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
         gpus_per_node=gpus,
         notes=(*line.uncounted, *line.notes, *known, *of_memory, *of_experts),
         uncounted=line.uncounted,
+        recomputed=line.model.recomputed if line.model else Recomputed(),
     )
 
 

@@ -33,6 +33,8 @@ from odyssey_megatron.studies.scenario import Scenario, add_scenario_arguments, 
 from odyssey_megatron.studies.smaller import left_of
 from odyssey_megatron.studies.suggested import started, suggested
 
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+"""With them all layers keep only their input. Megatron-LM takes the first only with the others."""
 _SPEED = Between(0.001, 1)
 _SLOWER = (0.0, 0.002, 0.01, 0.03, 0.1)
 """Fractions of a step for which the memory that they would save is reported."""
@@ -98,11 +100,15 @@ def _remedy(scenario: Scenario) -> str:
     of_state = [] if job.optimizer_copies else ["--use-distributed-optimizer"]
     of_state += [] if config.redundancy == "off" else [f"no --odyssey-redundancy {config.redundancy}"]
     less = f"Of state, {' or '.join(of_state)} leaves less on each. " if of_state else ""
+    of_activations = ["a smaller --micro-batch-size", "a larger --context-parallel-size"]
+    if scenario.recomputed.share < 1:
+        of_activations.append(_RECOMPUTED)
+    elif scenario.recomputed.at_a_time > 1:
+        of_activations.append("a smaller --recompute-num-layers")
     return (
-        f"{less}Of activations, a smaller --micro-batch-size, a larger --context-parallel-size or "
-        "--recompute-granularity full does. Of both, more GPUs with more stages or a larger tensor size. A smaller "
-        "--odyssey-memory-headroom-percent lets plans use more. Of this a job would only warn, and start without "
-        "regard to memory."
+        f"{less}Of activations, {' or '.join(of_activations)} does. Of both, more GPUs with more stages or a larger "
+        "tensor size. A smaller --odyssey-memory-headroom-percent lets plans use more. Of this a job would only warn, "
+        "and start without regard to memory."
         + "".join(f" Note: {one}." for one in scenario.notes if one not in scenario.uncounted)
     )
 

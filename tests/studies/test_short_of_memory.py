@@ -20,13 +20,20 @@ def refused(flags):
 
 def test_what_makes_room_is_said():
     said = refused(OWN)
-    assert "a larger --context-parallel-size or --recompute-granularity full does" in said
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert f"a larger --context-parallel-size or {full} does." in said
     more = f"{OWN} --micro-batch-size 4"
-    full = f"{more} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    full = f"{more} {full}"
     # The head's, which is not computed again, are left.
     needs, less = (float(re.search(r"needs ([\d.]+) GiB", refused(one))[1]) for one in (more, full))
     assert needs - less > 4
     assert "GiB are for what is run again" in refused(full)
+    assert "a smaller --micro-batch-size or a larger --context-parallel-size does." in refused(full)
+    smaller = "a larger --context-parallel-size or a smaller --recompute-num-layers does."
+    assert smaller in refused(full.replace("num-layers 1", "num-layers 2"))
+    assert "--recompute-method uniform" in refused(full.replace("uniform", "block"))
+    whole = full.replace("uniform --recompute-num-layers 1", "block --recompute-num-layers 5")
+    assert "--recompute-granularity" not in refused(whole), "each of two stages has five layers"
     assert "A smaller --odyssey-memory-headroom-percent lets plans use more." in said
     assert "Of this a job would only warn, and start without regard to memory." in said
 
