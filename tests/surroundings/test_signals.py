@@ -251,3 +251,19 @@ def test_the_last_node_that_is_asked_to_leave_ends_the_job(jobs):
     assert nodes[0].wait(30) == EXIT_AS_ASKED, nodes[0].log()
     assert_ended_alike(jobs.outcome("last", exit_code=EXIT_AS_ASKED, log=nodes[0].log()), {0, 1})
     assert "this node cannot leave, as no rank would be left" in nodes[0].log()
+
+
+def test_nodes_that_are_all_asked_to_leave_at_once_end_together(jobs):
+    """The first one of them may leave, but has not when the other one may not: the step at hand waits for a rank."""
+    flags = ("--train-iters", 100_000, "--odyssey-on-sigterm", "leave", "--odyssey-hang-s", 30)
+    nodes, run = two_nodes(jobs, "all-asked", *flags)
+    wait_for(lambda: len(events(run, "step_committed")) > 3, 60, "some steps")
+    stopped = pid_of(run, 3)
+    os.kill(stopped, signal.SIGSTOP)
+    for one in nodes:
+        os.kill(one.pid, signal.SIGTERM)
+    wait_for(lambda: any("no rank would be left: the" in one.log() for one in nodes), 10, "the second answer")
+    time.sleep(1.5)  # until the first one's agent has heard of the end
+    os.kill(stopped, signal.SIGCONT)
+    assert [one.wait(30) for one in nodes] == [EXIT_AS_ASKED] * 2, nodes[0].log() + nodes[1].log()
+    assert_ended_alike(jobs.outcome("all-asked", exit_code=EXIT_AS_ASKED, log=nodes[0].log()), range(4))

@@ -81,7 +81,10 @@ class Asking:
             if (final := self._heed_signal(number, ranks, verdict, control)) is not None:
                 verdict.give(final)
                 return
-        if self._asked in (Ask.NOTHING, Ask.STAY) and self._ends():
+        still = self._asked in (Ask.NOTHING, Ask.STAY) or (self._asked == Ask.LEAVE and ranks.listen)
+        if (
+            still and self._ends()
+        ):  # also ranks that have not left yet, as the others may have nobody without them
             self._asked = Ask.END
             ranks.ask(Ask.END)
         if self._asked == Ask.STAY:
