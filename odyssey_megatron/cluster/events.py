@@ -10,6 +10,16 @@ from typing import Any
 
 from odyssey_megatron.codec import from_jsonable, to_jsonable
 
+STARTS_OF_AN_AGENT = 10_000
+"""More than the number of times that one agent starts a rank. The incarnations of each agent of a node begin with the
+next multiple of it, so that no two processes of a rank have the same one.
+"""
+
+
+def agents_before(incarnation: int) -> int:
+    """Return the number of agents that its node had before the one that started the process ``incarnation``."""
+    return incarnation // STARTS_OF_AN_AGENT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDied:
@@ -92,7 +102,7 @@ class RankJoined:
     rank: int
     node: int
     incarnation: int
-    """The number of processes that were this rank before it."""
+    """The number of processes that were this rank before it, by :data:`STARTS_OF_AN_AGENT`."""
     size: int = 0
     """Number of ranks of the smaller cell that it joins; 0: a whole one (``cluster.cell.Cell``)."""
 

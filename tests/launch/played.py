@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from odyssey_megatron.cluster.events import (
+    STARTS_OF_AN_AGENT,
     GenerationLive,
     RankDied,
     RankFinished,
@@ -153,8 +154,8 @@ class Job:
     def finished(self, number, *ranks):
         self.send(*(RankFinished(rank=rank, generation=number) for rank in ranks))
 
-    def joins(self, *ranks, node=0):
-        self.send(*(RankJoined(rank=rank, node=node, incarnation=1) for rank in ranks))
+    def joins(self, *ranks, node=0, incarnation=1):
+        self.send(*(RankJoined(rank=rank, node=node, incarnation=incarnation) for rank in ranks))
 
     def offer(self, number) -> Message:
         text = self.control.get(keys.generation_key(number), timeout_s=5)
@@ -179,7 +180,7 @@ class Job:
         """A coordinator that went on would be in the way of the tests behind this one."""
         self.beating.set()
         if self.thread.is_alive():
-            for incarnation in (0, 1):
+            for incarnation in (0, 1, STARTS_OF_AN_AGENT):
                 self.died(0, 1, 2, 3, incarnation=incarnation)
             self.thread.join(5)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 
-from odyssey_megatron.cluster.events import NodeLeaves
-from odyssey_megatron.errors import EXIT_AS_ASKED, LayersLost, PlanInfeasible
+from odyssey_megatron.cluster.events import STARTS_OF_AN_AGENT, NodeLeaves, RankDied
+from odyssey_megatron.errors import EXIT_AS_ASKED
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.verdict import after_training
-from tests.launch.played import Job
+from odyssey_megatron.plan.layout import Layout
+from odyssey_megatron.policy.decided import Decided
+from tests.launch.played import PLAN, Job
 
 
 @pytest.fixture
@@ -39,34 +44,69 @@ def test_who_is_not_needed_may_leave_and_the_last_ones_may_not(live):
     assert any("node 0 was asked to leave, but no rank would be left" in line for line in live.said)
 
 
-def test_who_has_come_back_is_one_of_the_others(live):
+def came_back(live, incarnation: int) -> str:
+    """Why node 0 cannot leave once node 1 has left, and its ranks have come back with ``incarnation``."""
     assert needed(live, 1) == ""
     live.died(2, 3)
     live.generation(2)
     live.live(2, 0, 1)
-    assert needed(live, 0) == "no rank would be left"
-    live.joins(2, 3, node=1)
+    live.joins(2, 3, node=1, incarnation=incarnation)
     assert live.offer(3).members == (0, 1, 2, 3)
     live.live(3, 0, 1, 2, 3)
-    live.control.forget(keys.may_leave_key(0))
-    assert needed(live, 0) == ""
+    return needed(live, 0)
 
 
-def test_who_alone_has_layers_is_needed(live):
-    live.planner.error = LayersLost((2, 3), (2, 3), num_layers=4)
-    assert needed(live, 1) == "no other node has layer 2 and the head"
+def test_who_has_come_back_is_one_of_the_others(live):
+    assert came_back(live, STARTS_OF_AN_AGENT) == ""
 
 
-def test_without_whom_nothing_fits_is_needed(live):
-    live.planner.error = PlanInfeasible("it needs 90 GiB of 80")
-    assert needed(live, 1) == "the others could not go on: it needs 90 GiB of 80"
+def test_whom_the_same_agent_has_started_again_leaves_nevertheless(live):
+    assert came_back(live, 1) == "no rank would be left"
 
 
-def test_who_asks_before_training_is_answered_when_there_is_a_plan(job):
-    job.send(NodeLeaves(node=1))
-    assert not job.control.has([keys.may_leave_key(1)])
+def test_who_alone_has_layers_is_needed(job):
+    layout = Layout(holders=((0, 1), (0, 1), (2, 3), (2, 3)), routes=())
+    job.planner.start = lambda *_: Decided(plan=replace(PLAN, layout=layout), rows=())
     job.post()
+    job.live(1, 0, 1, 2, 3)
+    assert needed(job, 1) == "no other node has layer 2 and the head"
+    assert not job.planner.previous, "a question is no decision"
+
+
+def test_who_asks_before_training_is_answered_when_all_train(job):
+    job.send(NodeLeaves(node=1))
+    job.post()
+    job.generation(1)
+    assert unanswered(job, 1)
+    job.live(1, 0, 1, 2, 3)
     assert job.control.get(keys.may_leave_key(1), timeout_s=5) == ""
+
+
+def unanswered(job: Job, node: int) -> bool:
+    time.sleep(0.3)
+    return not job.control.has([keys.may_leave_key(node)])
+
+
+def test_the_answer_goes_by_the_plan_of_a_recovery_that_is_under_way(live):
+    """Its plan may leave layers on one node that were on two."""
+    live.send(NodeLeaves(node=1), RankDied(rank=1, code=-9, cause="killed"))
+    assert live.generation(2).members == (0, 2, 3)
+    live.live(2, 0, 2)
+    assert unanswered(live, 1)
+    live.live(2, 3)
+    assert live.control.get(keys.may_leave_key(1), timeout_s=5) == ""
+
+
+def test_the_answer_waits_for_an_offer(live):
+    live.died(3)
+    live.generation(2)
+    live.live(2, 0, 1, 2)
+    live.joins(3, node=1)
+    live.offer(3)
+    live.send(NodeLeaves(node=1))
+    assert unanswered(live, 1)
+    live.live(3, 0, 1, 2, 3)
+    assert live.control.get(keys.may_leave_key(1), timeout_s=5) == ""
 
 
 def test_the_end_says_why_all_have_ended():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from odyssey_megatron.cluster.events import (
     GenerationLive,
+    NodeLeaves,
     NodeLost,
     OfferFailed,
     RankDied,
@@ -25,6 +26,7 @@ from odyssey_megatron.launch.coordinator.reactions import (
     Forget,
     JobState,
     Recover,
+    Report,
     Withdraw,
     offered,
     published,
@@ -47,6 +49,16 @@ def begun(cell_size: int = 1) -> tuple[JobState, Generation]:
 def all_live(job: JobState, number: int, done: int = 0) -> JobState:
     events = [GenerationLive(ranks=(rank,), generation=number, done=done) for rank in job.cluster.ranks]
     return react(job, events, now_s=0.0)[0]
+
+
+def test_nodes_that_ask_to_leave_do_not_hold_up_a_recovery():
+    """They are answered afterwards; a node that is lost needs no answer, nor does a later agent of it."""
+    job = all_live(begun()[0], 1)
+    events = [NodeLeaves(node=0), RankDied(rank=3, code=-9, cause="killed"), NodeLeaves(node=1)]
+    job, actions = react(job, events, now_s=1.0)
+    assert [type(one) for one in actions] == [Report, Recover]
+    assert job.asking == {0, 1}
+    assert react(job, [NodeLost(node=0)], now_s=2.0)[0].asking == {1}
 
 
 def test_a_death_is_reported_and_then_decided_on():

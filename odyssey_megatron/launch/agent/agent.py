@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState, _RoleInstanceInfo
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from odyssey_megatron.cluster.events import STARTS_OF_AN_AGENT
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError, ControlPlaneLost
 from odyssey_megatron.launch.agent.asking import Asking
@@ -68,10 +69,6 @@ _REFUSED = (
     "node {node} does not join the job, as its rank {rank} was refused; the job goes on without. {says_why} Then use "
     "'odyssey join' again."
 )
-_RESPAWNS_OF_A_NODE = 10_000
-"""More than the number of times that one agent starts a rank, so that no two processes of a rank have the same
-incarnation, even if agents of its node are replaced.
-"""
 _CONNECT_S = 10.0
 """Timeout of an agent's connection to the store. All have met there a moment ago: if it is gone, so is the job."""
 _SEEN_S = 0.5
@@ -165,7 +162,7 @@ class OdysseyAgent(LocalElasticAgent):
         self._connect().put(keys.lease_key(node), "")
         for key in (keys.bye_key(node), keys.may_leave_key(node)):  # of the agent before this one
             control.forget(key)
-        os.environ["ODYSSEY_INCARNATION"] = str(_RESPAWNS_OF_A_NODE * self._incarnation)
+        os.environ["ODYSSEY_INCARNATION"] = str(STARTS_OF_AN_AGENT * self._incarnation)
         for rank in ranks:
             control.put(keys.here_key(rank), "")
             control.forget(keys.joined_key(rank))

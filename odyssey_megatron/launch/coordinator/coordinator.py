@@ -40,7 +40,6 @@ from odyssey_megatron.launch.coordinator.reactions import (
     Answer,
     Forget,
     JobState,
-    LetGo,
     Recover,
     Report,
     Withdraw,
@@ -135,7 +134,7 @@ class Coordinator:
         rebalancing = Rebalancing(planner, said, said.say, acts=acts, seeks=config.layout == "auto")
         replacing = Replacing(planner, said, said.say, acts=acts, restarts=config.respawn > 0)
         self._offers = Following(Offers(planner, rebalancing, replacing), said)
-        self._departures = Departures(planner)
+        self._departures = Departures()
         self._unheard: list[Event] = []
         self._agreed = 0
         """Number of the newest generation whose members are known to have agreed on how far they are."""
@@ -243,6 +242,7 @@ class Coordinator:
             for action in actions:
                 if verdict := self._do(action):
                     return verdict
+            self._let_go()
             self._offer()
 
     def _note_agreements(self, events: Sequence[Event]) -> None:
@@ -266,8 +266,6 @@ class Coordinator:
                 self._report(action)
             case Answer():
                 self._answer(action)
-            case LetGo(node=node):
-                self._let_go(node)
             case Forget(number=number):
                 self._control.forget_before(number)
             case Withdraw(number=number, after=after):
@@ -292,15 +290,18 @@ class Coordinator:
         self._control.put(key, keys.NOT_WELCOME if newest is None else str(newest))
         if newest is not None:
             self._leases.watch(joined.node)
-            self._departures.came_back(joined.node)
+            self._departures.came_back(joined)
             self._journal.event("rank_joined", generation=newest, echo=True, target=joined.rank)
 
-    def _let_go(self, node: int) -> None:
-        with _nothing_collected():
-            why = self._departures.ask(node, self._job)
-        if why:
-            self._say(f"[odyssey] {self._departures.ends}: the job ends after the step at hand.")
-        self._control.put(keys.may_leave_key(node), why)
+    def _let_go(self) -> None:
+        """Tell the agents that ask whether their nodes may leave. They wait while another plan is about to begin."""
+        if not self._job.may_offer:
+            return
+        for node in sorted(self._job.asking):
+            if why := self._departures.ask(node, self._job):
+                self._say(f"[odyssey] {self._departures.ends}: the job ends after the step at hand.")
+            self._control.put(keys.may_leave_key(node), why)
+        self._job = replace(self._job, asking=frozenset())
 
     def _recover(self, wanted: Recover) -> JobVerdict | None:
         began_s, job = time.monotonic(), self._job

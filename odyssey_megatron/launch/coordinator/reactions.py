@@ -80,6 +80,8 @@ class JobState:
     """Number of pieces of common work (steps, evaluations, checkpoints) done, by the members' reports."""
     early: int = -1
     """Number of steps after which a signal has ended the job; -1 if none did."""
+    asking: frozenset[int] = frozenset()
+    """Nodes whose agents wait for the answer whether they may leave."""
 
     @property
     def known_plan(self) -> Plan | None:
@@ -121,13 +123,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LetGo:
-    """Tell the agent of ``node`` whether its ranks may leave."""
-
-    node: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
     """Delete what generations before ``number`` have left in the store: all members have entered that one."""
 
@@ -154,7 +149,7 @@ class Recover:
     """(plan, rank) of each rank that has run out of memory under a plan."""
 
 
-Action = Report | Answer | LetGo | Forget | Withdraw | Recover | Stop | Finished | JobVerdict
+Action = Report | Answer | Forget | Withdraw | Recover | Stop | Finished | JobVerdict
 """What the coordinator is to do. With ``Stop`` and ``Finished`` it tells the members that the job ends; with
 ``JobVerdict`` the job is over at once.
 """
@@ -244,9 +239,10 @@ def _after(job: JobState, event: Event, now_s: float) -> tuple[JobState, list[Ac
             if rank not in before.finished or rank not in job.exits:
                 job = replace(job, exits={**job.exits, rank: code})
         case NodeLost(node=node):
-            job = replace(job, exits={**dict.fromkeys(job.ranks_on(node), -9), **job.exits})
+            exits = {**dict.fromkeys(job.ranks_on(node), -9), **job.exits}
+            job = replace(job, exits=exits, asking=job.asking - {node})  # a later agent has not asked
         case NodeLeaves(node=node):
-            return job, [LetGo(node=node)]
+            job = replace(job, asking=job.asking | {node})
         case RankFinished(early=early):
             job = replace(job, early=early)
         case RankJoined(rank=rank):
