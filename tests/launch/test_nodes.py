@@ -226,6 +226,23 @@ def test_the_host_of_a_job_is_asked_to_end(apart):
     )
 
 
+def test_all_say_that_the_agent_of_one_node_was_asked_to_end_the_job(apart):
+    os.kill(apart.nodes[1].pid, signal.SIGTERM)
+    there = (apart.host, *apart.nodes)
+    assert [job.wait(20) for job in there] == [128 + signal.SIGTERM] * 3, apart.host.log()
+    why = "the job was ended by SIGTERM to the agent of node 1"
+    assert [job.log().count(why) for job in there] == [1] * 3, [job.log() for job in there]
+
+
+def test_the_first_node_says_that_the_agent_of_another_one_has_ended_the_job(server, tmp_path):
+    jobs = start(server, tmp_path, ("one", "one"))
+    wait_for(lambda: len(events(tmp_path / "run", "recovered")) == 4, 30, "all ranks in their groups")
+    os.kill(jobs[1].pid, signal.SIGTERM)
+    assert [job.wait(20) for job in jobs] == [128 + signal.SIGTERM] * 2, jobs[0].log()
+    why = "the job was ended by SIGTERM to the agent of node 1"
+    assert [job.log().count(why) for job in jobs] == [1] * 2, [job.log() for job in jobs]
+
+
 def without_ranks(job: Apart, node: int) -> None:
     """The ranks of ``node`` are dead for good, and its agent stays."""
     lost = (2 * node, 2 * node + 1)

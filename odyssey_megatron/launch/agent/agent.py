@@ -324,8 +324,6 @@ class OdysseyAgent(LocalElasticAgent):
     def _conclude(self, verdict: VerdictWatch, ranks: Ranks, control: Control) -> int:
         """Let the ranks end, or end them, and return the exit code of the job."""
         final, began_s = verdict.value or JobVerdict(code=1, terminate_s=_ORPHANS_S), time.monotonic()
-        if verdict.is_others and final.why and self._hosting is None:  # else the coordinator here has said it
-            say(f"[odyssey] {final.why}")
         ranks.drain(final.grace_s)
         ranks.end(final.leaves_s(self._launch.terminate_s))
         if verdict.value is None:

@@ -113,7 +113,6 @@ class Hosting:
     ) -> None:
         of_rank = self._await_nodes(control, nodes)
         if isinstance(of_rank, JobVerdict):
-            say(f"[odyssey] {of_rank.why}")
             return control.put(keys.VERDICT, to_json(of_rank))
         check_many(len(of_rank), nodes)
         only: dict[str, Any] = {"observes": True} if self._config.mode == "observe" else {}

@@ -155,8 +155,6 @@ class Coordinator:
             self._learning.close()
         verdict = by_signal(verdict, self._job.exits)
         self._journal.event("job_finished", verdict=verdict.why or "done", exit_code=verdict.code)
-        if verdict.why:
-            self._say(f"[odyssey] {verdict.why}")
         verdict = replace(verdict, nodes=tuple(self._leases.nodes))
         self._control.put(keys.VERDICT, to_json(verdict))
         return verdict

@@ -139,7 +139,7 @@ def after_training(
 
 
 class VerdictWatch:
-    """Waits for the coordinator's verdict in a thread, and wakes up a poll of ``fd`` when it arrives.
+    """Waits for the job's verdict in a thread, says its reason, and wakes up a poll of ``fd`` when it arrives.
 
     An agent must not go on when a thread that it needs has ended, or it would wait for its work for ever. The end of
     such a thread is therefore a verdict, too.
@@ -148,8 +148,6 @@ class VerdictWatch:
     def __init__(self, control: Control):
         self.value: JobVerdict | None = None
         self.arrived = False
-        self.is_others = False
-        """Whether it was given elsewhere, so that its reason has not been said here."""
         self.fd = os.eventfd(0)
         self._start("verdict", lambda: self._run(control))
 
@@ -158,7 +156,7 @@ class VerdictWatch:
         os.eventfd_write(self.fd, 1)
 
     def give(self, verdict: JobVerdict) -> None:
-        """Set the verdict, unless one has arrived."""
+        """Set the verdict, unless one has arrived. Whoever gives it has said why."""
         if not self.arrived:
             self.value = verdict
             self.lost()
@@ -194,7 +192,9 @@ class VerdictWatch:
         try:
             value = from_json(JobVerdict, control.get(keys.VERDICT))
             if not self.arrived:
-                self.value, self.is_others = value, True
+                self.value = value
+                if value.why:  # who gives one says why to people there alone
+                    say(f"[odyssey] {value.why}")
         except ControlPlaneLost as error:
             _log.info("no verdict: %s", error)
         self.lost()
