@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ def main(argv: Sequence[str], *, joins: bool = False) -> int:
     Raises:
         ConfigError: The arguments or the machine do not fit; no rank was started.
     """
+    launched_s = time.monotonic()  # before torch is imported, and modules are preloaded
     allow_many()
     with tap.before(1, 2):
-        return _run(argv, joins)
+        return _run(argv, joins, launched_s)
 
 
-def _run(argv: Sequence[str], joins: bool) -> int:
+def _run(argv: Sequence[str], joins: bool, launched_s: float) -> int:
     prepare_environment(os.environ)
     args = line.parse(argv, "odyssey join" if joins else "odyssey run")
     config = config_from_argv(args.training_script_args)
@@ -68,14 +70,20 @@ def _run(argv: Sequence[str], joins: bool) -> int:
     zygote = Zygote.start(modules, folder) if modules else None
     try:
         run_folder.prepare(Path(config.run_dir))
-        return _launch(args, config, nodes, token, zygote, joins)
+        return _launch(args, config, nodes, token, zygote, joins, launched_s)
     finally:
         if zygote is not None:
             zygote.close()
 
 
 def _launch(
-    args: Any, config: OdysseyConfig, nodes: int, token: str, zygote: Zygote | None, joins: bool
+    args: Any,
+    config: OdysseyConfig,
+    nodes: int,
+    token: str,
+    zygote: Zygote | None,
+    joins: bool,
+    launched_s: float,
 ) -> int:
     with signals.heeded_behind():
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -111,6 +119,7 @@ def _launch(
         terminate_s=getattr(args, "shutdown_timeout", None),  # not in all versions of torch
         by_signal_s=line.by_signal_s(config),
         planner=PolicyPlanner(config),
+        launched_s=launched_s,
         zygote=zygote,
         joins=joins,
     )

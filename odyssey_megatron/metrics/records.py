@@ -109,7 +109,7 @@ A field means the same in each event: ``dead`` is a list of ranks everywhere, an
 them has died of (``cell``: another rank of its cell has; others: ``RankDied.cause``).
 
 - ``job_started``: one that ``observes`` (``--odyssey observe``) trains without noting its steps. ``inject``: the
-  value of ``--odyssey-inject``, if there is one. ``launched_s``: when the process of the first agent began, on the
+  value of ``--odyssey-inject``, if there is one. ``launched_s``: when ``odyssey run`` began on the first node, on the
   clock of ``t_s``; not with ``odyssey host``.
 - ``injected``, ``slowed``, ``link_slowed``: ``faults`` are the numbers, from 0, of the faults in that value that
   strike here.

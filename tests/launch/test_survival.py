@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.jobserver import Job, events, pid_of, wait_for
+from tests.launch.jobserver import CHECKOUT, Job, events, pid_of, wait_for
 
 pytestmark = pytest.mark.usefixtures("server")
 
@@ -36,8 +36,22 @@ def test_an_undisturbed_job_has_one_generation(toy, tmp_path):
     assert decided(tmp_path) == []
     assert {e["target"] for e in events(tmp_path / "run", "rank_started")} == {0, 1, 2, 3}
     assert (tmp_path / "run" / "profile.json").exists()
-    (started,) = events(tmp_path / "run", "job_started")
-    assert 0.0 < started["t_s"] - started["launched_s"] < 40.0
+
+
+def test_a_job_is_launched_when_its_command_begins(server, tmp_path):
+    """What the same process has done before, such as to copy data, is no part of it."""
+    argv = ["--nproc-per-node", "2", str(CHECKOUT / "tests/launch/toy.py"), "--steps", "3"]
+    argv += ["--odyssey-device", "cpu", "--odyssey-run-dir", str(tmp_path / "run")]
+    script = tmp_path / "staging.py"
+    script.write_text(
+        "import pathlib, sys, time\nfrom odyssey_megatron.cli import main\ntime.sleep(0.2)\n"
+        f"pathlib.Path({str(tmp_path / 'staged')!r}).write_text(str(time.monotonic()))\n"
+        f"sys.exit(main(['run', *{argv!r}]))\n"
+    )
+    job = server.script([str(script)], log=tmp_path / "log")
+    assert job.wait(60) == 0, job.log()
+    (began,) = events(tmp_path / "run", "job_started")
+    assert float((tmp_path / "staged").read_text()) <= began["launched_s"] < began["t_s"]
 
 
 @pytest.mark.parametrize(

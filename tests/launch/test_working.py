@@ -11,7 +11,7 @@ import time
 import pytest
 
 from odyssey_megatron.launch.agent.ranks import Fence, _Process
-from odyssey_megatron.launch.process.working import Work, _threads, began_s
+from odyssey_megatron.launch.process.working import Work, _threads
 
 HANG_S, WORKS_S = 0.8, 2.4
 SILENT = {
@@ -81,12 +81,3 @@ def test_who_has_ended_does_not_work():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
         assert not Work(pid=process.pid, since_s=0.0).goes_on(1.0)
-
-
-def test_when_a_process_began_is_known_to_it_later():
-    imports = "import time; from odyssey_megatron.launch.process.working import began_s"
-    program = f"{imports}; time.sleep(0.5); print(began_s())"
-    before_s = time.monotonic()
-    found = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, text=True)
-    assert before_s - 0.02 <= float(found.stdout) <= time.monotonic() - 0.5
-    assert began_s() < before_s

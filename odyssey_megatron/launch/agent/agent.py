@@ -82,6 +82,8 @@ class Launch:
     config: OdysseyConfig
     token: str
     planner: Planner
+    launched_s: float
+    """When ``odyssey run`` began."""
     zygote: Zygote | None = None
     page_secret: str = ""
     """The secret from which the page's token is made, if the page wants one."""
@@ -127,7 +129,10 @@ class OdysseyAgent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         config = self._launch.config
         if worker_group.group_rank == 0 and not config.job_host:
-            self._hosting = Hosting(config, self._launch.planner, self._launch.page_secret, here=0)
+            launch = self._launch
+            self._hosting = Hosting(
+                config, launch.planner, launch.page_secret, here=0, launched_s=launch.launched_s
+            )
         self._token = getattr(worker_group.spec.rdzv_handler, "token", "") or self._launch.token
         os.environ["ODYSSEY_TOKEN"] = self._token  # for the ranks
         control = self._connect()

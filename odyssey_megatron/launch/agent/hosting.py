@@ -21,7 +21,6 @@ from odyssey_megatron.launch.coordinator.coordinator import Coordinator
 from odyssey_megatron.launch.coordinator.planner import Planner
 from odyssey_megatron.launch.process import run_folder
 from odyssey_megatron.launch.process.open_files import check_many
-from odyssey_megatron.launch.process.working import began_s
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.admission import OTHER_TOKEN
 from odyssey_megatron.launch.wire.awake import Pauses
@@ -49,13 +48,22 @@ class Hosting:
     Args:
         page_secret: The secret from which the page's token is made, if the page wants one.
         here: The node whose agent this is. None: it is no agent.
+        launched_s: When the job's command began, by ``time.monotonic()``. None: it may have waited for days.
 
     Raises:
         ConfigError: The run folder belongs to another job, or a port of the page is taken.
     """
 
-    def __init__(self, config: OdysseyConfig, planner: Planner, page_secret: str, *, here: int | None):
-        self._config, self._planner, self._here = config, planner, here
+    def __init__(
+        self,
+        config: OdysseyConfig,
+        planner: Planner,
+        page_secret: str,
+        *,
+        here: int | None,
+        launched_s: float | None = None,
+    ):
+        self._config, self._planner, self._here, self._launched_s = config, planner, here, launched_s
         self._nodes = 0
         run_folder.claim(Path(config.run_dir))
         self._onlookers = Onlookers(config, page_secret)
@@ -118,8 +126,8 @@ class Hosting:
         only: dict[str, Any] = {"observes": True} if self._config.mode == "observe" else {}
         if self._config.inject:
             only["inject"] = self._config.inject
-        if self._here is not None:  # ``odyssey host`` may have waited for days
-            only["launched_s"] = began_s()
+        if self._launched_s is not None:
+            only["launched_s"] = self._launched_s
         journal.event("job_started", world_size=len(of_rank), nodes=nodes, **only, echo=True)
         self._onlookers.start()
         # The others count from the last time that they renewed their leases.

@@ -1,4 +1,4 @@
-"""Whether a silent process works; and when this one began.
+"""Whether a silent process works.
 
 A thread that computes, or waits for a disk, may keep Python's lock all the while: in C code it may compile or unpickle,
 or read pages of a mapped file from a file server. Then no other thread of the process can write a heartbeat, and
@@ -8,7 +8,6 @@ nothing is wrong with it. On a busy machine it may not come to run.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,18 +48,7 @@ def _threads(pid: int) -> tuple[set[str], float]:
             text = (task / thread / "stat").read_bytes()
         except OSError:  # it has ended
             continue
-        fields = _fields(text)
+        fields = text[text.rindex(b")") + 2 :].split()  # a thread's name may contain anything
         states.add(fields[0].decode())
         ticks += int(fields[11]) + int(fields[12])
     return states, ticks * _TICK_S
-
-
-def began_s() -> float:
-    """Return when this process began, on the clock of ``time.monotonic``, before it had imported anything."""
-    ticks = int(_fields(Path("/proc/self/stat").read_bytes())[19])
-    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks * _TICK_S)
-
-
-def _fields(stat: bytes) -> list[bytes]:
-    """Return the fields of proc(5)'s ``stat`` from the third one on: the second, a name, may contain anything."""
-    return stat[stat.rindex(b")") + 2 :].split()
