@@ -228,6 +228,23 @@ def test_who_waits_for_a_host_says_so_and_where_nobody_can_host(monkeypatch, cap
         Admission(replace(meeting, node=0, hosts=True)).next_rendezvous()
 
 
+def test_what_an_editor_leaves_beside_sources_is_none_of_them(tmp_path, monkeypatch):
+    """Such as a link to nowhere, which marks an open file."""
+    package = tmp_path / "package"
+    here = package / "launch" / "wire" / "admission.py"
+    here.parent.mkdir(parents=True)
+    here.write_text("x = 1")
+    monkeypatch.setattr(admission, "__file__", str(here))
+    version = admission.version_here.__wrapped__
+    before = version()
+    (package / ".#cli.py").symlink_to("somebody@host.1234")
+    (package / "gone.py").symlink_to("nowhere.py")
+    (package / ".saved.py").write_text("y = 2")
+    assert version() == before
+    (package / "cli.py").write_text("y = 2")
+    assert version() != before
+
+
 @pytest.mark.parametrize(
     ("unlike", "said"),
     [
