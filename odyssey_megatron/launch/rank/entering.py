@@ -49,12 +49,12 @@ def why_without(generation: Generation, rank: int, incarnation: int) -> str:
     """Return why ``generation`` goes on without process number ``incarnation`` of ``rank``."""
     if part_in(generation, rank, incarnation) is Role.REPLACED:
         return "another process has taken its place"
-    if generation.planned:  # it begins between two steps, and nobody has died
-        return generation.why
+    if generation.planned:  # it may have left before, with one that it has missed
+        return f"it began between two steps, for this reason: {generation.why}"
     if rank in generation.dead:
         return (
-            f"rank(s) {list(generation.dead)} were declared dead: a process of theirs, or of their cells, has ended or "
-            "was silent for longer than --odyssey-hang-s, or their node for longer than --odyssey-node-lease-s"
+            f"rank(s) {list(generation.dead)} were declared dead; the log of the job's host says of which causes, at "
+            "event=failure_detected"
         )
     return "it was declared dead before, or has left between two steps"
 
