@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from odyssey_megatron.launch.wire.control import EVENTS
 from odyssey_megatron.launch.wire.verdict import JobVerdict
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.sending.generation import Finished, Generation
+from tests.launch.jobserver import events
 from tests.launch.played import PLAN, Job
 
 
@@ -91,7 +93,7 @@ def test_nothing_is_decided_once_an_agent_has_ended_the_job(started):
     started.died(2, 3)
     assert started.end() is None
     assert started.absent(2)
-    assert not any("failure_detected" in line for line in started.said)
+    assert not events(Path(started.config.run_dir), "failure_detected")
 
 
 def test_two_deaths_of_one_incident_are_one_decision(started):

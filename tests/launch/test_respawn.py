@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from itertools import combinations
 from types import MappingProxyType, SimpleNamespace
 
@@ -387,18 +388,40 @@ def test_a_cell_that_has_left_to_be_whole_can_complete_another_when_it_breaks(tm
     assert node.respawn.wanted == {2}, "it is about to leave, as its cell has lost a rank"
 
 
-def test_who_makes_room_for_another_rank_is_no_loss(tmp_path):
-    """Rank 2 stands by, as rank 3 is dead, when rank 1 is killed, which then starts where rank 2 was."""
-    node, said = Node(tmp_path, {}, whole_cells_only="it has a reason"), []
-    board = HeartbeatBoard(4)
+@pytest.fixture
+def sleeps():
+    """Starts processes that do nothing."""
+    started = []
+
+    def start(*_):
+        started.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ranks_of(node, said, processes):
+    """Those ``processes`` (rank -> its process) in the slots of the same numbers, as the agent has them."""
+    board = HeartbeatBoard(len(EIGHT))
+    board.close()  # its memory stays
     fence, control = Fence(60.0, 60.0, kills=True), SimpleNamespace(send=said.append)
     ranks = Ranks(control, board, Received(), fence, node.respawn)
-    node.ends(3, 3, -9)
-    processes = {rank: subprocess.Popen(["sleep", "60"], start_new_session=True) for rank in (1, 2)}
     for rank, process in processes.items():
         ranks.add(rank, rank, process, 0)
+    return ranks
+
+
+def test_who_makes_room_for_another_rank_is_no_loss(tmp_path, sleeps):
+    """Rank 2 stands by, as rank 3 is dead, when rank 1 is killed, which then starts where rank 2 was."""
+    node, said = Node(tmp_path, {}, whole_cells_only="it has a reason"), []
+    node.ends(3, 3, -9)
+    processes = {rank: sleeps() for rank in (1, 2)}
+    ranks = ranks_of(node, said, processes)
     processes[1].kill()
-    while len(said) < 2:
-        ranks._reap(20_000, report=True)
-    board.close()
+    ends_s = time.monotonic() + 20
+    while len(said) < 2 and time.monotonic() < ends_s:
+        ranks._reap(100, report=True)
     assert [(one.rank, one.code, one.cause) for one in said] == [(1, -9, "killed"), (2, -9, "moved")]
