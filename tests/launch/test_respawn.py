@@ -23,6 +23,7 @@ from odyssey_megatron.launch.process.signals import Received
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.launch.wire.local_rendezvous import LocalRendezvous
+from odyssey_megatron.launch.wire.requests import Request
 from odyssey_megatron.metrics.journal import Journal, read_journal
 
 EIGHT = {rank: rank for rank in range(8)}
@@ -405,7 +406,7 @@ def sleeps():
 
 def ranks_of(node, said, processes):
     """Those ``processes`` (rank -> its process) in the slots of the same numbers, as the agent has them."""
-    board = HeartbeatBoard(len(EIGHT))
+    board = HeartbeatBoard(12)
     board.close()  # its memory stays
     fence, control = Fence(60.0, 60.0, kills=True), SimpleNamespace(send=said.append)
     ranks = Ranks(control, board, Received(), fence, node.respawn)
@@ -425,3 +426,24 @@ def test_who_makes_room_for_another_rank_is_no_loss(tmp_path, sleeps):
     while len(said) < 2 and time.monotonic() < ends_s:
         ranks._reap(100, report=True)
     assert [(one.rank, one.code, one.cause) for one in said] == [(1, -9, "killed"), (2, -9, "moved")]
+
+
+def test_who_makes_room_for_a_rank_of_its_cell_once_another_is_readmitted_ends_at_once(tmp_path, sleeps):
+    """Of cell 2, rank 11 stands by alone, as ranks 8 and 10 have completed cell 0. With one more rank they are a
+    smaller cell, whose second rank is to start where rank 11 is.
+    """
+    cells = {
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "whole_shards_only": "it has a reason",
+    }
+    node = Node(tmp_path, {}, cells=3, **cells)
+    for rank in (2, 3, 9, 8, 10):
+        node.ends(rank, rank, -9)
+    assert not node.respawn.wanted
+    stands_by = sleeps()
+    node.respawn.start = lambda rank, slot: (sleeps(), 1)
+    ranks = ranks_of(node, [], {11: stands_by})
+    assert "rank 8 starts" in ranks.readmit(Request(rank=2, gpu=None, until_s=0.0))
+    assert node.respawn.wanted == {11}
+    assert stands_by.wait(10) == -9

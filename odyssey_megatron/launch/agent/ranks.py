@@ -209,6 +209,7 @@ class Ranks:
         lives = wanted.rank in pids
         state = f"rank {wanted.rank} " + (f"is alive (pid {pids[wanted.rank]})" if lives else "has ended")
         rank, slot, says = self._respawn.readmit(wanted.rank, wanted.gpu, state, time.monotonic())
+        self._vacate(self._respawn.wanted)
         self._start_due()
         pids = {one.rank: one.handle.pid for one in self._living.values()}
         # Without room for it on this node the log says so, and it is tried again.
