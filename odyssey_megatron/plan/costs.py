@@ -166,6 +166,8 @@ class Costs:
     """
     memory_bytes: SIZE_BYTES | None = None
     """Memory of one worker for weights, gradients, optimizer and activations; None: not known, and no limit."""
+    run_again_bytes: SIZE_BYTES = 0
+    """Memory besides, for what is run again in a backward (recomputation)."""
     stretches: Annotated[int, COUNT] = 1
     """Number of ranks of a whole cell that share out the optimizer state of what they have alike
     (``plan/placing/stretches.py``), experts that are spread over ranks aside."""
@@ -201,6 +203,17 @@ class Costs:
         found = tuple(layers)
         count = len(self.layers)
         return replace(self, layers=found[:count], tied=found[count] if self.tied else None)
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory of one worker for plans and for what is run again."""
+        return None if self.memory_bytes is None else self.memory_bytes + self.run_again_bytes
+
+    def with_room(self, run_again_bytes: int) -> Costs:
+        """Return these costs with ``run_again_bytes`` of the memory that plans may use left for what is run again."""
+        known = self.memory_bytes
+        left = None if known is None else max(0, known - run_again_bytes)
+        return replace(self, memory_bytes=left, run_again_bytes=run_again_bytes)
 
     def with_stretches(self, number: int, of_experts: int = 1) -> Costs:
         """Return these costs with optimizer state in ``number`` stretches, that ``of_experts`` in so many."""

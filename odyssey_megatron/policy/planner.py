@@ -89,7 +89,7 @@ class PolicyPlanner:
             job,
             best_layout=layout == "auto",
             spreads_replicas=layout != "megatron",
-            aside_bytes=_aside_bytes(self._config, given.costs.memory_bytes),
+            aside_bytes=_aside_bytes(self._config, given.costs.gpu_bytes),
         )
         costs = given.costs.with_stretches(*job.stretches)
         given = replace(given, costs=replace(costs, keeps_messages=self._config.resumes_steps))

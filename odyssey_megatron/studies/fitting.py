@@ -75,7 +75,7 @@ class Fitted:
         """
         inner = len(estimate.costs.layers) - 2
         works = (self.embedding, *(self.layer,) * inner, self.head)
-        link, memory = self._link.costs, [one.costs.memory_bytes for one in self.runs]
+        link, memory = self._link.costs, [one.costs.gpu_bytes for one in self.runs]
         costs = replace(
             estimate.costs,
             layers=tuple(map(_timed, estimate.costs.layers, works, estimate.operations)),
@@ -84,7 +84,7 @@ class Fitted:
             memory_bytes=min((one for one in memory if one is not None), default=None),
             agreement_s=max(one.costs.agreement_s for one in self.runs),
             optimizer_s_per_byte=statistics.median(one.costs.optimizer_s_per_byte for one in self.runs),
-        )
+        ).with_room(estimate.costs.run_again_bytes)
         return replace(
             estimate,
             costs=costs,

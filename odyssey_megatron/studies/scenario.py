@@ -184,7 +184,7 @@ def scenario_from(options: argparse.Namespace, more: Sequence[str] = ()) -> Scen
     dp = _num_pipelines(nodes * gpus, pp, cell, by_line=not options.cluster)
     num_microbatches = _num_microbatches(line, options.num_microbatches, dp, cell.lanes)
     name, profile, known = _costs(line, options, cell, gpus)
-    profile, of_memory = _with_memory(profile, options, line.config.memory_headroom_percent)
+    profile, of_memory = _with_memory(profile, options.gpu_memory_gib, line.config.memory_headroom_percent)
     kept = line.kept
     job = JobSpec(
         num_layers=len(profile.costs.layers),
@@ -239,8 +239,6 @@ def _costs(
         profile = load_profile(options.profile)
         return options.profile, profile, tuple(_of_profile(line, profile, options.profile))
     device = named("accelerator", options.accelerator, ACCELERATORS)
-    if options.gpu_memory_gib is not None:
-        device = replace(device, memory_bytes=int(options.gpu_memory_gib * GIB))
     estimate = _estimated(line, device, cell, gpus)
     if not options.fit:
         told = (
@@ -254,21 +252,17 @@ def _costs(
 
 
 def _with_memory(
-    profile: Profile, options: argparse.Namespace, headroom_percent: int
+    profile: Profile, memory_gib: float | None, headroom_percent: int
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Return ``profile`` for GPUs with ``--gpu-memory-gib``, if that is given, and sentences on memory; an estimate is
-    for these already.
-    """
-    given, said = options.gpu_memory_gib, list[str]()
-    memory_bytes = int(given * GIB) if given else ACCELERATORS[options.accelerator].memory_bytes
-    usable = memory_bytes * (100 - headroom_percent) // 100
-    if given is not None:
-        of = "of a GPU (--odyssey-memory-headroom-percent)"
-        said.append(f"plans may use {usable / GIB:.4g} of the {given:g} GiB {of}")
-    if options.profile:
-        known = profile.costs.memory_bytes if given is None else usable
-        return replace(profile, costs=replace(profile.costs, memory_bytes=known)), tuple(said)
-    if run_again := usable - (profile.costs.memory_bytes or usable):
+    """Return ``profile`` for GPUs with ``memory_gib``, if that is given, and sentences on memory."""
+    run_again, said = profile.costs.run_again_bytes, list[str]()
+    if memory_gib is not None:
+        usable = int(memory_gib * GIB) * (100 - headroom_percent) // 100
+        of = f"of the {memory_gib:g} GiB of a GPU (--odyssey-memory-headroom-percent)"
+        said.append(f"plans may use {usable / GIB:.4g} {of}")
+        costs = replace(profile.costs, memory_bytes=usable).with_room(run_again)
+        profile = replace(profile, costs=costs)
+    if run_again and profile.costs.memory_bytes is not None:
         said.append(f"of the memory that plans may use, {run_again / GIB:.2g} GiB are for what is run again")
     return profile, tuple(said)
 

@@ -51,3 +51,19 @@ def test_a_node_that_may_leave_ends_with_the_job_if_that_ends_first(tmp_path, li
     node.heed()
     assert node.asked[2:] == [Ask.END] * listen
     assert len(node.given) == (not listen), "an agent whose ranks have left ends, too"
+
+
+def test_a_second_signal_ends_its_own_node_though_the_job_is_about_to_end(tmp_path):
+    """The others have all layers, and may be saving them."""
+    node = Node(tmp_path)
+    node.heed()
+    node.control.put(keys.may_leave_key(1), "")
+    node.heed()
+    node.ends = True
+    node.heed()
+    assert node.asked == [Ask.STAY, Ask.LEAVE, Ask.END]
+    node.pending = [signal.SIGTERM]
+    node.heed()
+    (verdict,) = node.given
+    assert "this node leaves the job at once" in verdict.why
+    assert not node.control.has([keys.VERDICT])

@@ -109,6 +109,15 @@ def test_the_answer_waits_for_an_offer(live):
     assert live.control.get(keys.may_leave_key(1), timeout_s=5) == ""
 
 
+def test_who_alone_has_layers_is_told_so_while_a_plan_is_on_offer(live):
+    live.died(2, 3)
+    live.generation(2)
+    live.live(2, 0, 1)
+    live.joins(2, 3, node=1)
+    live.offer(3)
+    assert needed(live, 0) == "no rank would be left"
+
+
 def test_the_end_says_why_all_have_ended():
     verdict = after_training(
         {0: 0}, [], refused="", ended_behind=7, because="node 0 was asked to leave, but no rank would be left"

@@ -38,6 +38,15 @@ def test_what_makes_room_is_said():
     assert "Of this a job would only warn, and start without regard to memory." in said
 
 
+def test_what_is_run_again_may_take_all_memory():
+    said = refused(
+        "--cluster 1x8 --model llama2-7b --pipeline-model-parallel-size 2 --num-microbatches 4 --micro-batch-size 4 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 16 --gpu-memory-gib 24"
+    )
+    assert "0 bytes may be used" in said
+    assert "a smaller --recompute-num-layers" in said
+
+
 def test_second_copies_of_optimizer_state_are_said():
     """Each of four holders keeps two of the four slices of a layer, of which another one sends one."""
     whole, sliced = (refused(f"{OWN}{more}") for more in ("", " --use-distributed-optimizer"))

@@ -75,6 +75,8 @@ class Asking:
         """What the ranks were asked for, and whether a signal has come here. The ranks may be asked without a signal
         here, when the end was requested elsewhere.
         """
+        self._may_leave = False
+        """Whether the others can go on without this node."""
 
     def heed(self, ranks: Ranks, verdict: VerdictWatch, control: Control) -> None:
         for number in ranks.signals.take():
@@ -82,9 +84,9 @@ class Asking:
                 verdict.give(final)
                 return
         still = self._asked in (Ask.NOTHING, Ask.STAY) or (self._asked == Ask.LEAVE and ranks.listen)
-        if (
-            still and self._ends()
-        ):  # also ranks that have not left yet, as the others may have nobody without them
+        if still and self._ends():  # also if they were to leave: the last node to be asked is needed
+            if self._told:
+                say("[odyssey] the job ends after the step at hand, as another node was asked to end, too.")
             self._asked = Ask.END
             ranks.ask(Ask.END)
         if self._asked == Ask.STAY:
@@ -103,7 +105,7 @@ class Asking:
         first, self._told = not self._told, True
         how = self._how if first and (ranks.listen or control.has([keys.JOB])) else "stop"
         self._journal.event("asked", signal=number.name, how=how, echo=True)
-        if how == "stop" and self._asked in (Ask.LEAVE, Ask.STAY) and not self._hosts:
+        if how == "stop" and (self._may_leave or self._asked == Ask.STAY) and not self._hosts:
             return _leaves(
                 ranks,
                 number,
@@ -140,7 +142,7 @@ class Asking:
         if needed:
             self._end(ranks, control, f"this node cannot leave, as {needed}")
         elif needed is not None:
-            self._asked = Ask.LEAVE
+            self._asked, self._may_leave = Ask.LEAVE, True
             ranks.ask(Ask.LEAVE)
 
     def _end(self, ranks: Ranks, control: Control, why: str) -> None:

@@ -292,14 +292,17 @@ class Coordinator:
             self._journal.event("rank_joined", generation=newest, echo=True, target=joined.rank)
 
     def _let_go(self) -> None:
-        """Tell the agents that ask whether their nodes may leave. They wait while another plan is about to begin."""
-        if not self._job.may_offer:
+        """Tell the agents that ask whether their nodes may leave; while a plan is on offer, only that they may not."""
+        job = self._job
+        if not job.asking or job.live_plan is None or not job.cluster.is_live or job.cluster.finished:
             return
-        for node in sorted(self._job.asking):
-            if why := self._departures.ask(node, self._job):
+        for node in sorted(job.asking):
+            if (why := self._departures.ask(node, job)) is None:
+                continue
+            if why:
                 self._say(f"[odyssey] {self._departures.ends}: the job ends after the step at hand.")
             self._control.put(keys.may_leave_key(node), why)
-        self._job = replace(self._job, asking=frozenset())
+            self._job = replace(self._job, asking=self._job.asking - {node})
 
     def _recover(self, wanted: Recover) -> JobVerdict | None:
         began_s, job = time.monotonic(), self._job

@@ -42,11 +42,15 @@ class Departures:
         self.ends = ""
         """Why the job ends instead; "" if nobody was asked to leave who is needed."""
 
-    def ask(self, node: int, job: JobState) -> str:
-        """Return why ``node`` cannot leave the ``job``, which then is to end; "" if it may leave."""
+    def ask(self, node: int, job: JobState) -> str | None:
+        """Return why ``node`` cannot leave the ``job``, which then is to end; "" if it may leave, and None if that is
+        not known before a plan that is on offer has begun.
+        """
         why = _needed({*self._leaving, node}, job)
         if why:
             self.ends = f"node {node} was asked to leave, but {why}"
+        elif not job.may_offer:
+            return None
         else:
             known = [agents_before(job.cluster.incarnation_of(rank)) for rank in job.ranks_on(node)]
             self._leaving[node] = max(known, default=0)

@@ -121,9 +121,9 @@ def estimated_profile(
         message_bytes=tokens * hidden_size * precision.dtype_bytes // (tp if sequence_parallel else 1),
         link_latency_s=link_latency_s,
         link_bytes_per_s=link_bytes_per_s,
-        memory_bytes=_beside_run_again(memory_bytes, recomputed, kept, tokens * precision.dtype_bytes / tp),
+        memory_bytes=memory_bytes,
         optimizer_s_per_byte=precision.optimizer_s_per_byte(memory_bytes_per_s),
-    )
+    ).with_room(_run_again(recomputed, kept, tokens * precision.dtype_bytes / tp))
     return Profile(operations=((copied, 0.0, copied), *_operations((*inner, last), flops_per_s)), costs=costs)
 
 
@@ -271,12 +271,9 @@ class _Kept(NamedTuple):
     """Those of them whose gradients come with it, as all do of a layer that is run again as a whole."""
 
 
-def _beside_run_again(
-    memory_bytes: int | None, recomputed: Recomputed, kept: Sequence[_Kept], bytes_each: float
-) -> int | None:
-    """Return how much of ``memory_bytes`` plans may use beside what is run again, of ``bytes_each`` number."""
-    most = recomputed.at_a_time * max(one.run_again for one in kept)
-    return memory_bytes and memory_bytes - round(most * bytes_each)
+def _run_again(recomputed: Recomputed, kept: Sequence[_Kept], bytes_each: float) -> int:
+    """Return the most bytes of what is run again at a time, with ``bytes_each`` number."""
+    return round(recomputed.at_a_time * max(one.run_again for one in kept) * bytes_each)
 
 
 def _kept(
