@@ -65,10 +65,6 @@ def slow_link(link: tuple[int, int], newest: int) -> Links:
         kind=SLOW_LINK, links=(link,), workers=link, factor=times[link], since=0, evidence="by the benchmark"
     )
     return Links(
-        verdicts=(verdict,),
-        factors=times,
-        slow=times,
-        longer_s={link: LONGER_S},
-        found={link: 0},
+        verdicts=(verdict,), factors=times, slow=times, longer_s={link: LONGER_S}, found={link: 0}, latest=times,
         newest=newest,
-    )
+    )  # fmt: skip
