@@ -167,17 +167,15 @@ def together(events: Iterable[Event]) -> Iterator[Event]:
 
     What follows from all of them is as much work as what follows from one, and a large job has many.
     """
-    waiting: list[GenerationLive] = []
-    for event in events:
-        if waiting and not (isinstance(event, GenerationLive) and event.generation == waiting[0].generation):
-            yield _as_one(waiting)
-            waiting = []
-        if isinstance(event, GenerationLive):
-            waiting.append(event)
+
+    def live_in(event: Event) -> int | None:
+        return event.generation if isinstance(event, GenerationLive) else None
+
+    for number, several in itertools.groupby(events, live_in):
+        if number is None:
+            yield from several
         else:
-            yield event
-    if waiting:
-        yield _as_one(waiting)
+            yield _as_one([one for one in several if isinstance(one, GenerationLive)])
 
 
 def _as_one(several: Sequence[GenerationLive]) -> GenerationLive:

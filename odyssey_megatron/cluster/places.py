@@ -146,7 +146,8 @@ class Places:
     """
 
     def __init__(self, slots: Mapping[int, int], *, whole_job: bool = False):
-        self._slots, self._whole_job = dict(slots), whole_job
+        self._whole_job = whole_job
+        self._slots = dict(slots)
         """Rank -> slot, without the ranks that are lost for good."""
         self._began_with = frozenset(slots)
         self._lost: list[int] = []

@@ -250,6 +250,7 @@ class ClusterState:
         agreement, and the agreement needs all of them. Until then the previous layout's holders
         are still complete and current, and recovery starts from those.
         """
+        # Their numbers first: a large job asks for each rank that reports.
         return len(self.members) <= len(self.live) and self.members <= self.live
 
     def worker_of(self, rank: int) -> WorkerState:

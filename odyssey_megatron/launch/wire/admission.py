@@ -103,12 +103,9 @@ def version_here() -> str:
     """
     root, found = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if (
-            path.name.startswith(".") or not path.is_file()
-        ):  # an editor's, such as a link that marks an open file
-            continue
-        source = path.read_bytes()
-        found.update(f"{path.relative_to(root).as_posix()}\0{len(source)}\0".encode() + source)
+        if path.is_file() and not path.name.startswith("."):  # such names are of open files, by their editors
+            source = path.read_bytes()
+            found.update(f"{path.relative_to(root).as_posix()}\0{len(source)}\0".encode() + source)
     return f"{__version__} (sources {found.hexdigest()[:12]})"
 
 
