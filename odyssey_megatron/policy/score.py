@@ -1,4 +1,4 @@
-"""The objective: the tokens that are expected to be trained until the horizon."""
+"""The objective: the tokens that are expected to be trained until the next failure, less the risk of that failure."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def expected_tokens(
     ``fatal_share`` is the share of workers that are the only holder of some layer. If the next failure hits one of
     them, the job ends, which costs :func:`next_loss_s`. Otherwise it goes on after ``pause_s``, which counts as far as
     it is before the horizon (:func:`expected_loss_s`). Both are charged to the layout that takes the risk, at
-    ``usual_step_s``, which is the same for all layouts: a faster one must not pay more for the same wait. A layout that
-    risks more than it can gain has a negative score.
+    ``usual_step_s``, which is the same for all layouts: a faster one must not pay more for the same wait. What a job
+    does after a failure that it survives counts for no layout, but a fatal one counts to the horizon: it is priced on
+    the safe side. A layout that risks more than it can gain has a negative score.
     """
     if transition_s >= horizon_s:
         return 0.0

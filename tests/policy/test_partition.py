@@ -52,6 +52,21 @@ def partitions(workers, most):
             yield (most, *rest)
 
 
+@pytest.mark.parametrize("slow", [(), (Slow(0.5),), (Slow(0.5, Share(0.5)), Slow(0.8))])
+@pytest.mark.parametrize(
+    ("memory", "workers", "copies"), [(22, 9, 2), (26, 14, 0), (40, 12, 2), (1000, 9, 2)]
+)
+def test_lengths_that_leave_too_few_workers_for_the_others_change_nothing(
+    memory, workers, copies, slow, monkeypatch
+):
+    costs = uniform_costs(12, ends=True, message_s=0.1)
+    found = Search(costs, memory, copies).partitions(workers, 2 * workers, slow)
+    reach = Pipelines.reach
+    monkeypatch.setattr(Pipelines, "reach", lambda pipelines, _: reach(pipelines, 1))
+    assert found == Search(costs, memory, copies).partitions(workers, 2 * workers, slow)
+    assert any(one.shares for one in found)
+
+
 @pytest.mark.parametrize(("memory", "workers"), [(17, 5), (22, 6), (40, 6), (1000, 7)])
 def test_hardly_any_partition_is_better(memory, workers):
     """Every partition of the workers, with every way to share out the microbatches, scheduled."""
@@ -59,6 +74,7 @@ def test_hardly_any_partition_is_better(memory, workers):
     found = uniform_costs(8, ends=True, message_s=0.1)
     search = Search(found, memory)
     own = Pipelines(search.splits, workers, (), microbatches)
+    own.reach(1)
     ways = itertools.chain.from_iterable(
         (
             tuple(zip(lengths, shares, strict=True))

@@ -5,7 +5,7 @@ import pytest
 
 from odyssey_megatron.cluster.events import RankDied
 from odyssey_megatron.cluster.job import JobSpec
-from odyssey_megatron.cluster.state import apply, initial_state
+from odyssey_megatron.cluster.state import Share, apply, initial_state
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import PlanInfeasible
 from odyssey_megatron.plan.checking.simulate import step_end_s
@@ -16,12 +16,15 @@ from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.shapes import ways
+from odyssey_megatron.policy.shapes.kinds import Slow, mixed
 from odyssey_megatron.policy.shapes.search import Search
 from odyssey_megatron.policy.shapes.seating import place
 from odyssey_megatron.policy.shapes.shares import Rate, deal, finish_s, min_max_shares
 from odyssey_megatron.policy.shapes.splits import Splits
 from tests.plan.samples import FREE, layer, uniform_costs
 from tests.plan.test_generate import pipelines
+
+SLOW = (Slow(0.5), Slow(0.8, Share(0.5)))
 
 
 def brute_force_split(times, stages):
@@ -57,6 +60,14 @@ def test_cuts_that_memory_does_not_bind_are_those_with_ample_memory(way):
     for memory in range(12, 60):
         splits, alone = Splits(costs, memory, way=way), Splits(costs, memory, way=way)
         alone.ample = None
+        sorts = splits.sorts.numbers(SLOW), alone.sorts.numbers(SLOW)
+        assert sorts == ((0, 1), (0, 1))
+        for stages, sort in itertools.product(range(1, splits.most_stages + 1), (0, 1)):
+            kind = mixed(stages, sort)
+            assert (splits.split(kind), splits.slow_place(kind)) == (
+                alone.split(kind),
+                alone.slow_place(kind),
+            )
         for stages in range(1, splits.most_stages + 1):
             assert splits.split(stages) == alone.split(stages)
             taken_over.add(splits.split(stages) == Splits(costs, way=way).split(stages))

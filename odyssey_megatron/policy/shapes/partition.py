@@ -231,6 +231,7 @@ class _Look:
             expected_s, number = heappop(queue)
             lengths, estimate_s = self._even(search, number), estimates_s[number]
             own = search.sharing(number).pipelines(self.workers, self.slow, self.microbatches)
+            own.reach(number)
             waits_s = search.weights_late_s(number, self.workers)
             now_s = estimate_s + waits_s + own.late_s(length for length, _ in lengths)
             if now_s > expected_s * SLACK:

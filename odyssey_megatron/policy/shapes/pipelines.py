@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from heapq import heapify, heapreplace
 from itertools import accumulate, chain, compress
-from math import inf
+from math import ceil, inf
 
 from odyssey_megatron.cluster.state import WHOLE_CELL
 from odyssey_megatron.plan.checking.simulate import reduce_hops, step_end_s
@@ -87,19 +87,12 @@ class Pipelines:
             rows: see ``Bounds``.
             sums: number of copies of optimizer state to whose owners gradients go; 0: every holder.
         """
-        self._sums = sums
+        self._sums, self._rows = sums, {} if rows is None else rows
         self.splits, self.workers, self.slow, self.microbatches = splits, workers, slow, microbatches
         self.number, self.visits, self._trust = 1, 0, 1.0
-        self.lengths = [
-            stages
-            for stages in range(1, min(workers, splits.most_stages) + 1)
-            if splits.split(stages) is not None
-        ]
-        """Numbers of stages of pipelines without a slow worker."""
-        stages = range(1, min(workers + 1, splits.most_stages) + 1)
-        slower = (mixed(one, sort) for sort in sorted({*slow}) for one in stages)
-        self.kinds = [*self.lengths, *(kind for kind in slower if splits.split(kind) is not None)]
-        self._bounds = Bounds(splits, self.kinds, {} if rows is None else rows)
+        self.lengths: list[int] = []
+        """Numbers of stages of pipelines without a slow worker, up to the longest that has been needed."""
+        self._longest = 0
         self._done: dict[tuple[int, int], tuple[Done, ...]] = dict(known._done) if known else {}
         """For each that was scheduled, by stage: when it has computed, and the weight gradients that it ends with."""
         self.solved: dict[tuple[int, int], Solved | None] = dict(known.solved) if known else {}
@@ -109,9 +102,36 @@ class Pipelines:
         """Time until a scheduled pipeline has computed and reduced, if its reductions wait for no other pipeline's."""
         self._true_s: dict[tuple[int, int], float] = {}
         """The same beside other pipelines, as far as known: reductions wait for each other."""
+        self._look_up_to(known._longest if known else 1)
+
+    def reach(self, number: int) -> None:
+        """Look at all lengths that pipelines can have beside ``number`` - 1 others, of which each needs workers, too.
+
+        Where memory binds, these are few of all lengths, and the long ones take most of the time.
+        """
+        lengths = range(1, min(self.workers, self.splits.most_stages) + 1)
+        shortest = next((one for one in lengths if self.splits.split(one) is not None), 0)
+        healthy = max(0, number - 1 - len(self.slow))
+        longest = max(self.workers - healthy * shortest, ceil(self.workers / number))
+        if longest > self._longest:
+            self._look_up_to(longest)
+
+    def _look_up_to(self, longest: int) -> None:
+        """Look at all lengths up to ``longest``, and a slow worker more."""
+        splits, self._longest = self.splits, longest
+        stages = range(1, min(self.workers, splits.most_stages, longest) + 1)
+        self.lengths = [one for one in stages if splits.split(one) is not None]
+        stages = range(1, min(self.workers + 1, splits.most_stages, longest + 1) + 1)
+        slower = (mixed(one, sort) for sort in sorted({*self.slow}) for one in stages)
+        self.kinds = [*self.lengths, *(kind for kind in slower if splits.split(kind) is not None)]
+        self._bounds = Bounds(splits, self.kinds, self._rows)
+        if self._alone_s:
+            self._bounds.reduce_among(self.number, self._sums)
+            self._learn()
 
     def count(self, number: int, visits: int, trust: float) -> None:
         """Go on for ``number`` pipelines, with ``visits`` left to schedule, and ``trust`` as in ``Bounds.learn``."""
+        self.reach(number)
         self.number, self.visits, self._trust = number, visits, trust
         self._bounds.reduce_among(number, self._sums)
         self._alone_s = {one: self._with_reductions_s(*one) for one in self._done}

@@ -62,13 +62,15 @@ class Splits:
         self.costs, self.budget, self.way, self.sorts = costs, budget_bytes, way, sorts or Sorts()
         self.last = len(costs.layers)
         self.most_stages = max(1, (self.last - 2) // way.legs)
-        self.ample = ample or (Splits(costs, way=way) if budget_bytes is not None else None)
+        self.ample = ample or (Splits(costs, way=way, sorts=self.sorts) if budget_bytes is not None else None)
         self._cut = cut_of(costs, way)
         times_s = stage_times_s(costs, self._cut, budget_bytes, way)
         self._limits = array("d", np.unique(times_s[(times_s > 0.0) & (times_s < inf)]))
         """All times that the slowest stage can take, ascending."""
         self._tables = {-1: _table(times_s)}
         """Sort of slow worker -> times of its stages; -1: of healthy workers' stages."""
+        self._limits_with: dict[int, Sequence[float]] = {}
+        """The same for pipelines with a slow worker, by its sort."""
         self._found: dict[int, Split | None] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
 
@@ -110,6 +112,7 @@ class Splits:
         for hop, (place, first, last) in enumerate(ways.visits(found.ends, self.way)):
             own[place].append((hop, first, last))
         stages = []
+        hops = sum(map(len, own))
         for place, (visits, (a, b)) in enumerate(zip(own, pairwise((0, *found.ends)), strict=True)):
             is_slow = place == found.slow_place
             one, table = (self.slow(kind), self._table(sort_of(kind))) if is_slow else self._healthy
@@ -118,6 +121,7 @@ class Splits:
                 Stage(
                     spans=tuple((first, last) for _, first, last in visits),
                     hop=visits[0][0],
+                    hops=hops,
                     down_and_up_s=way_s / one.speed,
                     each_s=table[a][b],
                     speed=one.speed,
@@ -157,36 +161,38 @@ class Splits:
             windows = [
                 ways.window(stage, stages_of(kind), self.last, self.way) for stage in range(stages_of(kind))
             ]
-            self._found[kind] = (
-                self._with_slow(windows, self._table(sort_of(kind)))
-                if sort_of(kind) >= 0
-                else self._of_ample(kind) or self._without_slow(windows)
+            self._found[kind] = self._of_ample(kind) or (
+                self._with_slow(windows, sort_of(kind)) if sort_of(kind) >= 0 else self._without_slow(windows)
             )
         return self._found[kind]
 
-    def _of_ample(self, stages: int) -> Split | None:
+    def _of_ample(self, kind: int) -> Split | None:
         """Return the best split without regard to memory, if it is as fast with it."""
-        if self.ample is None:
+        found = None if self.ample is None else self.ample._split(kind)
+        if self.ample is None or found is None:
             return None
-        ends, table = self.ample.split(stages), self._table(-1)
-        if ends is None:
-            return None
-        as_fast = all(table[a][b] == self._cut.compute_s(a, b) for a, b in pairwise((0, *ends)))
-        return Split(ends) if as_fast else None
+        as_fast = all(
+            self._table(sort)[a][b] == self.ample._table(sort)[a][b]
+            for place, (a, b) in enumerate(pairwise((0, *found.ends)))
+            for sort in [sort_of(kind) if place == found.slow_place else -1]
+        )
+        return found if as_fast else None
 
     def _without_slow(self, windows: Sequence[Window]) -> Split | None:
         tables = [self._table(-1)] * len(windows)
         limit_s = least_limit_s(self._limits, lambda limit_s: fits(tables[0], windows, limit_s))
         return None if limit_s is None else Split(even(tables, windows, limit_s * SLACK, self.way))
 
-    def _with_slow(self, windows: Sequence[Window], slow: Table) -> Split | None:
-        healthy = self._table(-1)
-        limits = sorted({*self._limits, *(s for row in slow for s in row if 0.0 < s < inf)})
+    def _with_slow(self, windows: Sequence[Window], sort: int) -> Split | None:
+        healthy, slow = self._table(-1), self._table(sort)
+        if sort not in self._limits_with:
+            limits = {*self._limits, *(s for row in slow for s in row if 0.0 < s < inf)}
+            self._limits_with[sort] = array("d", sorted(limits))
 
         def place(limit_s: float) -> int:
             return place_within(healthy, slow, windows, limit_s * SLACK)
 
-        limit_s = least_limit_s(limits, lambda limit_s: place(limit_s) >= 0)
+        limit_s = least_limit_s(self._limits_with[sort], lambda limit_s: place(limit_s) >= 0)
         if limit_s is None:
             return None
         at = place(limit_s)

@@ -21,6 +21,8 @@ class Stage:
     """The layers of each of its visits."""
     hop: int
     """The number of the first visit on the route."""
+    hops: int
+    """Number of visits on the route, to all stages."""
     down_and_up_s: float
     each_s: float
     """Seconds per microbatch that it can sustain."""
@@ -68,13 +70,13 @@ def waiting(costs: Costs, stages: Sequence[Stage], one: Stage, room_bytes: float
     if room_bytes == inf or len(one.spans) > 1:
         return Waiting(0.0, through_s, one.down_and_up_s)
     ((first, last),) = one.spans
-    spans, hops = costs.spans, sum(len(each.spans) for each in stages)
+    spans = costs.spans
     early, whole = spans.early_bytes(first, last), spans.activation_bytes(first, last)
     room = usable_bytes(int(room_bytes), one.spans, costs)
     fills_s = spans.forward_s(first, last) * room / whole if whole else inf
     empties_s = spans.weight_grad_s(first, last) * room / (whole - early) if whole > early else inf
     back_s = spans.down_and_up_s(first, len(costs.layers)) - spans.input_grad_s(first, last)
-    back_s += 2 * (hops - 1 - one.hop) * costs.message_s()
+    back_s += 2 * (one.hops - 1 - one.hop) * costs.message_s()
     work_s = spans.compute_s(first, last) / one.speed
     waits_s = max(0.0, back_s - fills_s / one.speed)
     is_busy = one.each_s <= work_s * SLACK
@@ -83,6 +85,5 @@ def waiting(costs: Costs, stages: Sequence[Stage], one: Stage, room_bytes: float
 
 def path_s(costs: Costs, stages: Sequence[Stage]) -> float:
     """Return the time of one microbatch alone, to the end of its last weight gradient on the first stage."""
-    hops = sum(len(one.spans) for one in stages)
-    way_s = costs.spans.down_and_up_s(0, len(costs.layers)) + 2 * (hops - 1) * costs.message_s()
+    way_s = costs.spans.down_and_up_s(0, len(costs.layers)) + 2 * (stages[0].hops - 1) * costs.message_s()
     return way_s + costs.spans.weight_grad_s(*stages[0].spans[0])
