@@ -34,7 +34,7 @@ EXIT_LEFT_OUT = 98
 ENDS_OF_RANKS = frozenset({EXIT_FENCED, EXIT_ALIKE, EXIT_LEFT_OUT})
 """Exit codes of ranks that no job ends with."""
 
-ENDS_OF_JOB = frozenset({EXIT_BAD_INPUT, EXIT_UNSOUND, EXIT_ALIKE})
+ENDS_OF_JOB = frozenset({EXIT_BAD_INPUT, EXIT_UNSOUND, EXIT_NOT_SAVED, EXIT_ALIKE})
 """Exit codes of ranks that end with the job, which say nothing against the machine."""
 
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_FENCED, EXIT_LEFT_OUT
+from odyssey_megatron.errors import EXIT_BAD_INPUT, EXIT_FENCED, EXIT_LEFT_OUT, EXIT_NOT_SAVED
 from odyssey_megatron.launch.agent.lives import ANEW, Lives
 
 KILLED = -signal.SIGKILL
@@ -57,7 +57,7 @@ def test_wrong_numbers_twice_in_one_slot_are_its_gpu_s():
     assert one.next_in_s(0, 0, EXIT_LEFT_OUT, 1000.0) is None
 
 
-@pytest.mark.parametrize("code", [0, EXIT_BAD_INPUT])
+@pytest.mark.parametrize("code", [0, EXIT_BAD_INPUT, EXIT_NOT_SAVED])
 def test_some_ends_are_final(code):
     assert lives().is_over(0, code)
     assert not lives().is_over(0, KILLED)

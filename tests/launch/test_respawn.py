@@ -15,7 +15,7 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.places import ComesBack, Move, Places, completed, left_of_cells, shrunk
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import EXIT_FENCED
+from odyssey_megatron.errors import EXIT_FENCED, EXIT_NOT_SAVED
 from odyssey_megatron.launch.agent.ranks import Fence, Ranks
 from odyssey_megatron.launch.agent.respawn import Respawn
 from odyssey_megatron.launch.process.heartbeat import HeartbeatBoard
@@ -338,6 +338,14 @@ def test_what_people_are_told_of_a_rank_that_stays_out(tmp_path, capfd, code, sa
     assert unsaid not in told
     assert "--odyssey-respawn 0" in told
     assert "--rank 1" in told.partition("odyssey readmit")[2]
+
+
+def test_a_rank_whose_last_checkpoint_failed_is_not_given_up(tmp_path, capfd):
+    """It ends in this way before the job's end has reached its agent."""
+    node = Node(tmp_path, {}, tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    node.ends(1, 1, EXIT_NOT_SAVED)
+    assert capfd.readouterr().err == ""
+    assert node.due() == []
 
 
 def begin(node, *codes):
