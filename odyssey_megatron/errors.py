@@ -11,7 +11,9 @@ EXIT_BAD_INPUT = 2
 """The command line, the data or the layout is wrong; nothing was trained."""
 
 EXIT_AS_ASKED = 92
-"""A signal asked the job to end early, and it did: after a complete step, in the way that training ends."""
+"""A signal asked the job to end early, and it did: after a complete step, in the way that training ends. Its last
+checkpoint may have failed, which the job's last line says then.
+"""
 
 EXIT_LAYERS_LOST = 93
 """The last holder of some layer is gone (I9); the job stopped at its last committed step."""
@@ -23,7 +25,9 @@ EXIT_UNSOUND = 95
 """The job's numbers are wrong, and nobody should train on with them: see :class:`Unsound`."""
 
 EXIT_NOT_SAVED = 96
-"""All steps are trained, but the last checkpoint could not be saved."""
+"""All steps are trained, but the last checkpoint could not be saved. Ranks end with it behind a signal, too, where
+the job ends with EXIT_AS_ASKED.
+"""
 
 EXIT_ALIKE = 97
 """Exit code of a rank, not of the job: another rank has failed with the same error, so the job ends with code 1."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from odyssey_megatron.cluster.events import STARTS_OF_AN_AGENT, NodeLeaves, RankDied
-from odyssey_megatron.errors import EXIT_AS_ASKED
+from odyssey_megatron.errors import EXIT_AS_ASKED, EXIT_NOT_SAVED
 from odyssey_megatron.launch.wire import control as keys
 from odyssey_megatron.launch.wire.verdict import after_training
 from odyssey_megatron.plan.layout import Layout
@@ -126,3 +126,18 @@ def test_the_end_says_why_all_have_ended():
     assert verdict.why.endswith(
         "as a signal asked it to: node 0 was asked to leave, but no rank would be left."
     )
+
+
+def test_a_job_that_a_signal_has_ended_can_go_on_though_its_last_checkpoint_failed():
+    """With steps left to train, it is to be queued again as after any other signal."""
+    exits = {0: EXIT_NOT_SAVED, 1: EXIT_NOT_SAVED}
+    early = after_training(exits, [], refused="", ended_behind=7)
+    assert early.code == EXIT_AS_ASKED
+    assert early.why.startswith(
+        "the job has ended after iteration 7, as a signal asked it to. Its last checkpoint"
+    )
+    assert "rank 0 ended with exit code 96" in early.why
+    assert after_training(exits, [], refused="", ended_behind=-1).code == EXIT_NOT_SAVED
+    for code in (1, -9):
+        worse = after_training(exits | {1: code}, [1], refused="", ended_behind=7)
+        assert worse.code == 1, "what else went wrong comes first"

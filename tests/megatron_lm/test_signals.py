@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -53,3 +54,23 @@ def test_megatrons_own_handler_does_not_take_its_place(other_jobs, name):
     assert run.exit_code == EXIT_AS_ASKED, run.log[-3000:]
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(run.iterations[-1].number)
     assert "--exit-signal-handler-for-training" in run.log
+
+
+def test_a_signal_ends_the_job_as_it_asks_though_the_save_folder_is_gone(jobs, name):
+    """It has steps left, so it is to be queued again; nothing says that a GPU is broken."""
+    save, run_dir = jobs.folder / f"{name}-save", jobs.folder / name
+    flags = f"{MOCK} --save {save} --save-interval 100000 --eval-interval 1000 --train-iters 3000"
+    job = jobs.start(name, f"{flags} --lr-decay-iters 3000", ranks=4, stages=2)
+    wait_for(lambda: len(events(run_dir, "step_committed")) > 3, 90, "some steps")
+    shutil.rmtree(save)
+    save.touch()
+    os.kill(job.pid, signal.SIGUSR1)
+    run = jobs.outcome(name, job)
+    assert run.exit_code == EXIT_AS_ASKED, run.log[-3000:]
+    last = run.iterations[-1].number
+    assert f"THE CHECKPOINT OF ITERATION {last} WAS NOT SAVED" in run.log
+    assert (
+        f"ended after iteration {last}, as a signal asked it to. Its last checkpoint could not be saved"
+        in run.log
+    )
+    assert "given up" not in run.log

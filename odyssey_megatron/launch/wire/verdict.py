@@ -17,6 +17,7 @@ from odyssey_megatron.errors import (
     EXIT_AS_ASKED,
     EXIT_BAD_INPUT,
     EXIT_LAYERS_LOST,
+    EXIT_NOT_SAVED,
     ControlPlaneLost,
 )
 from odyssey_megatron.launch.process.signals import HANDLED
@@ -110,7 +111,7 @@ def after_training(
     ended_behind: int,
     because: str = "",
 ) -> JobVerdict:
-    """Return the verdict on a job whose steps are all committed.
+    """Return the verdict on a job whose steps are all committed, or which has ended early, as a signal asked it to.
 
     Args:
         exits: The exit code of each rank, by rank.
@@ -122,7 +123,7 @@ def after_training(
     for rank, code in exits.items():
         if code in _UNPRINTED and refused:
             return JobVerdict(code=_UNPRINTED[code], why=refused)
-        if code > 0:
+        if code > 0 and not (code == EXIT_NOT_SAVED and ended_behind >= 0):
             why = f"rank {rank} ended with exit code {code} after training. {SAYS_WHY}"
             return JobVerdict(code=code, why=why)
     if killed := [rank for rank, code in exits.items() if code < 0 and rank in cut_short]:
@@ -134,6 +135,11 @@ def after_training(
     if ended_behind >= 0:
         more = f": {because}" if because else ""
         why = f"the job has ended after iteration {ended_behind}, as a signal asked it to{more}."
+        if unsaved := [rank for rank, code in exits.items() if code == EXIT_NOT_SAVED]:
+            why += (
+                f" Its last checkpoint could not be saved: rank {unsaved[0]} ended with exit code {EXIT_NOT_SAVED}. "
+                f"{SAYS_WHY} With --load the job goes on from the checkpoint before, if there is one."
+            )
         return JobVerdict(code=EXIT_AS_ASKED, why=why)
     return JobVerdict(code=0)
 
