@@ -265,6 +265,7 @@ def args_of(**given):
         "non_persistent_global_ckpt_dir",
         "non_persistent_save_interval",
         "non_persistent_ckpt_type",
+        "rank",
     ]
     return argparse.Namespace(**dict.fromkeys(nothing) | given)
 
@@ -281,12 +282,16 @@ def test_what_is_said_of_a_folder_behind_a_failed_save(tmp_path, monkeypatch):
         == f"In {tmp_path} iter_0000007 is still the latest checkpoint, and {free}"
     )
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff")
+    unread = "latest_checkpointed_iteration.txt names no checkpoint: it holds b'\\xff'"
+    assert background.standing(tmp_path) == f"In {tmp_path} {unread}, and {free}"
     monkeypatch.undo()
     assert background.standing(tmp_path / "gone") == f"In {tmp_path / 'gone'} there is no checkpoint"
 
 
-def test_an_interval_of_saves_of_no_type_is_refused(tmp_path):
+def test_an_interval_of_saves_of_no_type_is_refused(tmp_path, monkeypatch):
     """Megatron ends a job at the first of them."""
+    checkpointing = SimpleNamespace(_NON_PERSISTENT_CKPT_SUBDIR="non_persistent")
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(checkpointing=checkpointing))
     args = args_of(save=str(tmp_path), non_persistent_save_interval=3)
     with pytest.raises(ConfigError, match="--non-persistent-ckpt-type global"):
         saving.check(args, joins=False)

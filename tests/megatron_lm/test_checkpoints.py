@@ -137,6 +137,31 @@ def test_what_cannot_be_loaded_is_bad_input_and_no_rank_is_lost_for_it(jobs, nam
     assert run.named("recovered") == []
 
 
+def test_a_checkpoint_is_loaded_by_its_number_alone(jobs, name, saved_plain, resumed):
+    """As the message about a tracker file that names none advises."""
+    folder = jobs.folder / f"{name}-saved"
+    shutil.copytree(saved_plain, folder)
+    (folder / TRACKER).unlink()
+    run = jobs.odyssey(name, f"{MOCK} --load {folder} --ckpt-step 3", ranks=4, stages=2)
+    assert_same_lines(run, resumed, first=4)
+
+
+def test_a_tracker_file_without_a_number_ends_no_job_at_its_first_save(jobs, name):
+    folder = jobs.folder / f"{name}-saved"
+    folder.mkdir()
+    (folder / TRACKER).write_bytes(b"\xff\xfe\0")
+    flags = f"{MOCK} --save {folder} --save-interval 3"
+    run = jobs.odyssey(f"{name}-refused", f"{flags} --save-retain-interval 6", ranks=2, stages=2)
+    assert run.exit_code == EXIT_BAD_INPUT, run.log[-4000:]
+    assert run.log.count("Megatron-LM reads the number of an iteration from it") == 1, run.log[-4000:]
+    assert "Traceback" not in run.log
+    run = jobs.odyssey(name, flags, ranks=2, stages=2)
+    assert run.exit_code == 0, run.log[-4000:]
+    assert run.log.count("names no checkpoint") == 1
+    assert sorted(one.name for one in folder.iterdir()) == ["iter_0000003", "iter_0000006", TRACKER]
+    assert (folder / TRACKER).read_text() == "6"
+
+
 def test_a_rank_that_does_not_see_the_checkpoint_is_named_and_nobody_waits_for_it(jobs, name, saved_plain):
     before = [str(CHECKOUT / "tests" / "megatron_lm" / "elsewhere.py"), "2", str(jobs.folder / "nowhere")]
     run = jobs.odyssey(name, f"{MOCK} --load {saved_plain}", ranks=4, stages=2, before=before)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from odyssey_megatron.errors import PeerFailed, Superseded
 from odyssey_megatron.execute.parts import FaultPoint
 from odyssey_megatron.execute.rank import RankRuntime
-from odyssey_megatron.mcore.loop import saving
+from odyssey_megatron.mcore.loop import saving, tracker
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.names import size_text
@@ -100,9 +100,10 @@ def _copied(buckets: Sequence[Any], on_host: Sequence[Any]) -> list[Any]:
 def standing(folder: Path) -> str:
     """What ``folder`` has behind a failed save, as a sentence: a checkpoint to go on from, and room for another one."""
     has = []
-    with contextlib.suppress(OSError, ValueError):
-        latest = saving.tracked(folder)
-        has.append(f"{latest} is still the latest checkpoint" if latest else "there is no checkpoint")
+    with contextlib.suppress(OSError):
+        latest = tracker.tracked(folder)
+        none = tracker.fault(folder) or "there is no checkpoint"
+        has.append(f"{latest} is still the latest checkpoint" if latest else none)
     with contextlib.suppress(OSError):
         disk = os.statvfs(folder)
         free, size = (size_text(blocks * disk.f_frsize) for blocks in (disk.f_bavail, disk.f_blocks))

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import CheckpointException
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.loop import saving
+from odyssey_megatron.mcore.loop import saving, tracker
 from odyssey_megatron.names import first_few, first_texts
 from odyssey_megatron.rebuild.world import Together
 from odyssey_megatron.upstream import compat
@@ -156,7 +156,7 @@ def _told_of(error: BaseException) -> BaseException:
 
 def named(folder: str, args: Any) -> Path:
     """The checkpoint in ``folder`` that Megatron opens, unless there is one that is not persistent. Raises OSError."""
-    return Path(folder) / (f"iter_{args.ckpt_step:07d}" if args.ckpt_step else saving.tracked(Path(folder)))
+    return Path(folder) / (f"iter_{args.ckpt_step:07d}" if args.ckpt_step else tracker.tracked(Path(folder)))
 
 
 def _damage(opened: Callable[[], Path]) -> str:

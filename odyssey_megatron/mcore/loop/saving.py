@@ -27,6 +27,8 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
+from odyssey_megatron.mcore.loop import tracker
+from odyssey_megatron.mcore.loop.tracker import TRACKER, tracked
 from odyssey_megatron.names import first_few, first_texts
 from odyssey_megatron.upstream import seam_table, seams
 
@@ -34,7 +36,6 @@ _UNFINISHED = ".odyssey-"
 """Prefix of the names of what is not a checkpoint, not yet, or not any more."""
 _BEFORE = "-before"
 """Suffix of the name that a checkpoint has while another one of its iteration takes its place."""
-_TRACKER = "latest_checkpointed_iteration.txt"
 _SEEN_WITHIN_S = 5.0
 """Limit for a folder that one rank has made to be seen by the others."""
 
@@ -87,6 +88,17 @@ def check(args: Any, *, joins: bool) -> None:
                 f"{flag} {folder}: {why}, so that no checkpoint could be saved. Name a folder that can be made and "
                 "written to, or leave it out."
             )
+    if not joins:
+        _check_trackers(args)
+
+
+def _check_trackers(args: Any) -> None:
+    """Check the tracker files of all folders that Megatron saves to. Raises ConfigError."""
+    retains = getattr(args, "save_retain_interval", None) is not None
+    kinds = [False] * bool(args.save) + [True] * bool(args.save and args.non_persistent_ckpt_type == "global")
+    for non_persistent in kinds:
+        folder = Path(_base_of(args, non_persistent=non_persistent))
+        tracker.check(folder, retains=retains, says=args.rank == 0)
 
 
 def _unusable(folder: str) -> str:
@@ -173,12 +185,19 @@ def _folder_of(args: Any, iteration: int, *, non_persistent: bool) -> Path:
     """The folder to which Megatron saves ``iteration``."""
     from megatron.training import checkpointing
 
-    base = args.save
-    if non_persistent:
-        base = args.non_persistent_global_ckpt_dir or os.path.join(
-            args.save, checkpointing._NON_PERSISTENT_CKPT_SUBDIR
-        )
+    base = _base_of(args, non_persistent=non_persistent)
     return Path(checkpointing.get_checkpoint_name(base, iteration, return_base_dir=True))
+
+
+def _base_of(args: Any, *, non_persistent: bool) -> Any:
+    """The folder in which Megatron's checkpoints of one kind are."""
+    if not non_persistent:
+        return args.save
+    if args.non_persistent_global_ckpt_dir:
+        return args.non_persistent_global_ckpt_dir
+    from megatron.training import checkpointing
+
+    return os.path.join(args.save, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
 
 
 # -- an attempt -------------------------------------------------------------------------------------------------------
@@ -375,15 +394,6 @@ def _entries(metadata: Any) -> Iterator[MetadataIndex]:
             yield MetadataIndex(name)
 
 
-def tracked(parent: Path) -> str:
-    """The name of the latest checkpoint by the tracker file; empty if there is none."""
-    try:
-        text = (parent / _TRACKER).read_text().strip()
-    except FileNotFoundError:
-        return ""
-    return f"iter_{int(text):07d}" if text.isdecimal() else text
-
-
 def remove(path: Path) -> None:
     """Rename ``path``, then remove it: a folder that has lost some files must not have a checkpoint's name."""
     if not path.name.startswith(_UNFINISHED):
@@ -413,7 +423,7 @@ def _sync(folder: Path) -> None:
 
 def open_file(original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
     """Megatron's way to open files, except that its tracker file is replaced as a whole."""
-    if os.path.basename(str(path)) == _TRACKER and mode == "w":
+    if os.path.basename(str(path)) == TRACKER and mode == "w":
         return _replaced(Path(path))
     return original(path, mode, *args, **kwargs)
 
