@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from odyssey_megatron.errors import ConfigError, PeerFailed  # noqa: E402
 from odyssey_megatron.mcore.loop import loading  # noqa: E402
+from odyssey_megatron.mcore.loop.tracker import TRACKER  # noqa: E402
 from tests.mcore.test_saving import cut_short, the_file, written  # noqa: E402
 
 
@@ -45,13 +46,50 @@ def test_the_file_that_is_damaged_is_named(tmp_path):
     """Torch says EOFError, no more."""
     folder = written(tmp_path / "iter_0000002")
     cut_short(the_file(folder))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / TRACKER).write_text("2")
     args = argparse.Namespace(ckpt_step=None)
     with (
         pytest.raises(
             ConfigError,
             match=r"saved: EOFError\. In .*iter_0000002: __0_0.distcp has \d+ bytes of \d+\. Name",
         ),
+        loading.refused("saved", lambda: loading.named(str(tmp_path), args)),
+    ):
+        raise EOFError
+
+
+@pytest.mark.parametrize(
+    "failure", [SystemExit(), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")]
+)
+def test_one_that_cannot_be_loaded_by_is_to_be_mended_and_whole_checkpoints_are_named(tmp_path, failure):
+    """--ckpt-step alone does not help: Megatron reads the file first."""
+    (tmp_path / TRACKER).write_bytes(b"\xff")
+    for iteration in (2, 4, 6, 8, 10):
+        written(tmp_path / f"iter_{iteration:07d}")
+    cut_short(the_file(tmp_path / "iter_0000010"))
+    with pytest.raises(ConfigError) as raised, loading.refused(str(tmp_path)):
+        raise failure
+    said = str(raised.value)
+    assert (
+        f"{TRACKER} names no checkpoint: it holds b'\\xff'. Write the number of one into that file; or remove"
+        in said
+    )
+    assert said.endswith(f"Undamaged in {tmp_path}: iter_0000008, iter_0000006, iter_0000004.")
+
+
+@pytest.mark.parametrize("what", ["cut short", "gone"])
+def test_whole_checkpoints_beside_one_that_cannot_be_loaded_are_named(tmp_path, what):
+    for iteration in (2, 4):
+        written(tmp_path / f"iter_{iteration:07d}")
+    if what == "cut short":
+        cut_short(the_file(tmp_path / "iter_0000004"))
+    (tmp_path / TRACKER).write_text("4" if what == "cut short" else "6")
+    args, whole = (
+        argparse.Namespace(ckpt_step=None),
+        {"cut short": "iter_0000002", "gone": "iter_0000004, iter_0000002"},
+    )
+    with (
+        pytest.raises(ConfigError, match=rf"\. Undamaged in {tmp_path}: {whole[what]}\. Name another one by"),
         loading.refused("saved", lambda: loading.named(str(tmp_path), args)),
     ):
         raise EOFError

@@ -108,7 +108,11 @@ def test_a_job_that_saves_weights_alone_goes_on_with_an_optimizers_state(jobs, n
 TRACKER = "latest_checkpointed_iteration.txt"
 UNUSABLE = {
     # what becomes of it; flags; what is said
-    "no-number": (lambda folder: (folder / TRACKER).write_text(""), "", "there is no checkpoint to load in"),
+    "no-number": (lambda folder: (folder / TRACKER).write_text(""), "", "no checkpoint: it is empty. Write the number"),
+    "no-text": (
+        lambda folder: (folder / TRACKER).write_bytes(b"\xff"), "--ckpt-step 3", "and name one by --ckpt-step"
+    ),
+    "no-file": (lambda folder: (folder / TRACKER).unlink(), "--exit-on-missing-checkpoint", "there is no checkpoint"),
     "no-such-folder": (lambda folder: (folder / TRACKER).write_text("7"), "", "iter_0000007"),
     "cut-short": (
         lambda folder: next(folder.glob("*/*.distcp")).write_bytes(b"x"), "", ".distcp has 1 bytes of "

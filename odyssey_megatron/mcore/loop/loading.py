@@ -30,6 +30,8 @@ _OF_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EINVA
 """EINVAL: torch has sought before the start of an archive that was cut short."""
 _UNKNOWN = re.compile(r"Unsupported global: GLOBAL (megatron\.[\w.]*\w)")
 """How torch says that a file has a class which this process cannot read it with."""
+_SEARCHED, _LISTED = 10, 3
+"""How many checkpoints, the newest ones, are searched for damage, and how many of those without are listed."""
 _NEVER_LOADED = re.compile(
     r"rng_state|rerun_state_machine_state"
     r"|(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(optimizer|grad_scaler|per_bucket_numel(_unpadded)?)"
@@ -160,15 +162,44 @@ def named(folder: str, args: Any) -> Path:
 
 
 def _damage(opened: Callable[[], Path]) -> str:
-    """What is damaged in the checkpoint that ``opened`` returns, as a sentence of a message; empty if that is unknown.
-    Torch's errors do not name the file.
+    """What is damaged in the checkpoint that ``opened`` returns, and which ones beside it are not, as sentences of a
+    message; empty if that is unknown. Torch's errors do not name the file.
     """
     with contextlib.suppress(Exception):  # the failure is told all the same
         folder = opened()
+        if not folder.is_dir():
+            return _undamaged(folder.parent)
         if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
             found = saving.damage(folder)
-            return f" In {folder}: {first_texts(found)}." if found else ""
+            return f" In {folder}: {first_texts(found)}.{_undamaged(folder.parent)}" if found else ""
     return ""
+
+
+def _undamaged(folder: Path) -> str:
+    """Which of the newest checkpoints in ``folder`` are undamaged, as a sentence of a message; empty if none is."""
+    newest = sorted(folder.glob("iter_*"), key=lambda one: (len(one.name), one.name), reverse=True)
+    whole = [one.name for one in newest[:_SEARCHED] if _is_whole(one)]
+    return f" Undamaged in {folder}: {', '.join(whole[:_LISTED])}." if whole else ""
+
+
+def _is_whole(folder: Path) -> bool:
+    with contextlib.suppress(Exception):  # which says that it is not
+        return not saving.damage(folder)
+    return False
+
+
+def _check_tracker(folder: str) -> None:
+    """Raise ConfigError if the tracker file in ``folder`` names no checkpoint: Megatron reads it first, whatever
+    --ckpt-step says.
+    """
+    why = ""
+    with contextlib.suppress(OSError):
+        why = tracker.fault(Path(folder))
+    if why:
+        raise ConfigError(
+            f"no checkpoint can be loaded from {folder}: {why}. Write the number of one into that file; or remove it, "
+            f"and name one by --ckpt-step.{_undamaged(Path(folder))}"
+        )
 
 
 @contextlib.contextmanager
@@ -181,14 +212,17 @@ def refused(folder: str, opened: Callable[[], Path] | None = None) -> Iterator[N
     try:
         yield
     except SystemExit as end:
+        _check_tracker(folder)
         raise ConfigError(
             f"there is no checkpoint to load in {folder}; what Megatron-LM has printed of it stands above. Name a "
-            "folder whose latest_checkpointed_iteration.txt has the number of one, or name that by --ckpt-step."
+            f"folder whose {tracker.TRACKER} has the number of one, or name that by --ckpt-step."
+            f"{_undamaged(Path(folder))}"
         ) from end
     except (Exception, CheckpointException) as error:  # that one is a BaseException
         first = _told_of(error)
         if not (isinstance(error, CheckpointException) or _is_of_checkpoint(first)):
             raise
+        _check_tracker(folder)
         if isinstance(first, pickle.UnpicklingError) and (found := _UNKNOWN.search(str(first))):
             raise ConfigError(
                 f"the checkpoint in {folder} was saved by another version of Megatron-LM, which has {found[1]}. "
