@@ -258,6 +258,16 @@ def test_a_folder_may_be_seen_a_little_later(tmp_path, monkeypatch):
     assert not saving._is_seen(tmp_path / "of another node")
 
 
+@pytest.mark.parametrize("gone", ["the folder", "the file"])
+def test_what_torch_cannot_write_is_of_storage(tmp_path, gone):
+    """So that a save folder which vanishes fails the save, and ends no rank."""
+    path = tmp_path if gone == "the file" else tmp_path / "gone" / "common.pt"
+    with pytest.raises(RuntimeError) as raised:
+        torch.save({}, path)
+    assert saving.is_of_storage(raised.value), raised.value
+    assert not saving.is_of_storage(RuntimeError("Connection closed by peer"))
+
+
 def args_of(**given):
     nothing = [
         "save",

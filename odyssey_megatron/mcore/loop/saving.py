@@ -36,6 +36,8 @@ _UNFINISHED = ".odyssey-"
 """Prefix of the names of what is not a checkpoint, not yet, or not any more."""
 _BEFORE = "-before"
 """Suffix of the name that a checkpoint has while another one of its iteration takes its place."""
+_OF_TORCHS_WRITER = ("inline_container", "Parent directory ")
+"""What the RuntimeErrors of torch's archive writer say: a file cannot be opened or written, or its folder is gone."""
 _SEEN_WITHIN_S = 5.0
 """Limit for a folder that one rank has made to be seen by the others."""
 
@@ -173,12 +175,10 @@ def where(iteration: int, **kwargs: Any) -> Path:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether ``error`` means that a disk is full or a file system gone. Torch's archive writer reports this in its own
-    way.
-    """
+    """Whether ``error`` means that a disk is full, or a folder or file system gone."""
     if isinstance(error, OSError):
         return not isinstance(error, ConnectionError)
-    return "inline_container" in str(error)
+    return any(words in str(error) for words in _OF_TORCHS_WRITER)
 
 
 def _folder_of(args: Any, iteration: int, *, non_persistent: bool) -> Path:
