@@ -206,10 +206,6 @@ def test_only_the_checkpoints_to_retain_stay_and_the_last_one_that_is_not_persis
     run = jobs.odyssey(name, f"{MOCK} {folders} {passing}", ranks=6, stages=2, inject=inject)
     assert run.exit_code == 0, run.log[-4000:]
     assert run.killed == [0, 3, 5]
-
-    def names(folder):
-        return sorted(one.name for one in folder.iterdir())
-
     tracker = "latest_checkpointed_iteration.txt"
     assert names(saved) == ["iter_0000004", "iter_0000006", tracker, "non_persistent"]
     assert names(saved / "non_persistent") == ["iter_0000003", tracker]
@@ -219,6 +215,10 @@ def test_only_the_checkpoints_to_retain_stay_and_the_last_one_that_is_not_persis
     (saved / tracker).unlink()
     load = f"{MOCK} --load {saved} --non-persistent-ckpt-type global"
     assert_same_lines(jobs.plain(load, ranks=2, stages=2), resumed, first=4)
+
+
+def names(folder):
+    return sorted(one.name for one in folder.iterdir() if one.name != ".odyssey.lock")
 
 
 def test_a_deletion_is_finished_by_others_and_nothing_else_is_deleted(jobs, name):
@@ -233,5 +233,5 @@ def test_a_deletion_is_finished_by_others_and_nothing_else_is_deleted(jobs, name
     assert_same_lines(run, jobs.plain(ranks=4, stages=2))
     assert run.killed == [0]
     left = ["iter_0000001", "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt"]
-    assert sorted(one.name for one in saved.iterdir()) == left
+    assert names(saved) == left
     assert other.read_bytes() == b"weights"

@@ -206,7 +206,7 @@ class Door:
         session = self._session
         arguments.profile_as_launched(args, session.rank, session.world_size, joins=session.member.joins)
         args.async_save = beside_training
-        saving.check(args, joins=session.member.joins)
+        saving.check(args, joins=session.member.joins, is_first=session.rank == 0)
         return result
 
     def initialize_distributed(self, original: Any, *unused: Any, **kwargs: Any) -> None:

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import queue
-import secrets
 import shutil
 import threading
 import time
@@ -27,15 +26,11 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from odyssey_megatron.errors import ConfigError, OdysseyError
-from odyssey_megatron.mcore.loop import tracker
+from odyssey_megatron.mcore.loop import attempts, tracker
 from odyssey_megatron.mcore.loop.tracker import TRACKER, tracked
 from odyssey_megatron.names import first_few, first_texts
 from odyssey_megatron.upstream import seam_table, seams
 
-_UNFINISHED = ".odyssey-"
-"""Prefix of the names of what is not a checkpoint, not yet, or not any more."""
-_BEFORE = "-before"
-"""Suffix of the name that a checkpoint has while another one of its iteration takes its place."""
 _OF_TORCHS_WRITER = ("inline_container", "Parent directory ")
 """What the RuntimeErrors of torch's archive writer say: a file cannot be opened or written, or its folder is gone."""
 _SEEN_WITHIN_S = 5.0
@@ -58,9 +53,9 @@ def install() -> None:
     seams.wrap(seam_table.MAYBE_MSC, lambda original, one, name: _opening(original(one, name), name))
 
 
-def check(args: Any, *, joins: bool) -> None:
-    """Check that checkpoints can be written, and renamed, where ``args`` want them; first :func:`put_back`. Raises
-    ConfigError.
+def check(args: Any, *, joins: bool, is_first: bool = False) -> None:
+    """Check that checkpoints can be written, and renamed, where ``args`` want them; first :func:`put_back`. The rank
+    that ``is_first`` of a job also checks that no other job saves there. Raises ConfigError.
 
     Nothing is put back on a rank that ``joins`` a running job, nor is it checked whether a folder is writable: there a
     failed save is reported, and ends nothing.
@@ -90,6 +85,8 @@ def check(args: Any, *, joins: bool) -> None:
                 f"{flag} {folder}: {why}, so that no checkpoint could be saved. Name a folder that can be made and "
                 "written to, or leave it out."
             )
+        if is_first and not joins:
+            attempts.refuse_second(flag, Path(folder))
     if not joins:
         _check_trackers(args)
 
@@ -217,13 +214,12 @@ def begin(folder: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     put_back(folder.parent)
-    for leftover in folder.parent.glob(f"{_UNFINISHED}*"):
+    leftovers, checkpoints = attempts.abandoned(folder.parent)
+    for leftover in leftovers:
         remove(leftover)
-    for other in folder.parent.glob("iter_*"):
+    for empty in (folder, *checkpoints):
         with contextlib.suppress(OSError):
-            other.rmdir()  # made but not filled
-    if folder.name != tracked(folder.parent):  # perhaps complete, but no tracker file names it
-        remove(folder)
+            empty.rmdir()  # made but not filled
 
 
 def put_back(parent: Path) -> None:
@@ -235,7 +231,7 @@ def put_back(parent: Path) -> None:
     folder = parent / latest
     if folder.is_dir() and any(folder.iterdir()):
         return
-    for before in parent.glob(f"{_UNFINISHED}{latest}-*{_BEFORE}"):
+    for before in parent.glob(f"{attempts.UNFINISHED}{latest}-*{attempts.BEFORE}"):
         before.rename(folder)
         return
 
@@ -276,7 +272,7 @@ def _told() -> Iterator[None]:
 
 
 def _made_beside(folder: Path) -> Path:
-    made = folder.with_name(f"{_UNFINISHED}{folder.name}-{secrets.token_hex(8)}")
+    made = attempts.unfinished(folder)
     made.mkdir()
     return made
 
@@ -312,7 +308,7 @@ def _put_in_place(written: Path, folder: Path) -> None:
         remove(written)
         raise NotSaved(f"{folder} was written, but is not complete: {first_texts(found)}")
     _sync(written)
-    before = folder.with_name(written.name + _BEFORE)
+    before = folder.with_name(written.name + attempts.BEFORE)
     try:
         written.rename(folder)  # the folder that Megatron has made there is empty
     except FileNotFoundError:
@@ -396,8 +392,8 @@ def _entries(metadata: Any) -> Iterator[MetadataIndex]:
 
 def remove(path: Path) -> None:
     """Rename ``path``, then remove it: a folder that has lost some files must not have a checkpoint's name."""
-    if not path.name.startswith(_UNFINISHED):
-        moved = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
+    if not path.name.startswith(attempts.UNFINISHED):
+        moved = attempts.unfinished(path)
         try:
             path.rename(moved)
         except FileNotFoundError:
@@ -437,12 +433,12 @@ def _opening(value: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def _replaced(path: Path) -> Iterator[IO[str]]:
-    unfinished = path.with_name(f"{_UNFINISHED}{path.name}-{secrets.token_hex(8)}")
-    with unfinished.open("w") as file:
+    written = attempts.unfinished(path)
+    with written.open("w") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
-    unfinished.replace(path)
+    written.replace(path)
     _sync(path.parent)
 
 
