@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from odyssey_megatron.errors import PeerFailed  # noqa: E402
-from odyssey_megatron.mcore.loop import background, saving  # noqa: E402
+from odyssey_megatron.mcore.loop import attempts, background, deleting, saving  # noqa: E402
 
 
 class World:
@@ -87,6 +87,7 @@ def rank(monkeypatch):
     monkeypatch.setattr(saving, "attempt", one.begin)
     monkeypatch.setattr(saving, "complete", lambda *args, **kwargs: "")
     monkeypatch.setattr(saving, "tidy", lambda *args, **kwargs: None)
+    monkeypatch.setattr(saving, "finish", lambda *args, **kwargs: False)
     monkeypatch.setattr(saving, "where", lambda *args, **kwargs: Path("saved") / "one")
     yield one
     one.answers.set()
@@ -123,6 +124,44 @@ def test_a_save_whose_generation_ended_is_said_and_the_one_that_is_due_begins(ra
     assert "given up: its generation ended" in why
     assert rank.begun == [2, 4]
     assert not rank.saves.not_saved
+
+
+@pytest.fixture
+def deleted(monkeypatch):
+    """What was to be deleted, once a save that a death has cut short is found in its place."""
+    names: list[str] = []
+    monkeypatch.setattr(saving, "finish", lambda *args, **kwargs: True)
+    monkeypatch.setattr(attempts, "noted", SimpleNamespace(latest_before="iter_0000001"))
+    monkeypatch.setattr(deleting, "delete_before", lambda folder, name: names.append(name))
+    return names
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("then", ["a rank dies", "the disk is full"])
+def test_a_save_that_has_come_to_its_end_is_not_made_again(rank, deleted, monkeypatch, then):
+    """Its checkpoint has its name, though the rank that gave it could tell nobody."""
+
+    def dies(original, iteration, *args, **kwargs):
+        rank.begun.append(iteration)
+        raise PeerFailed("rank 0") if then == "a rank dies" else OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "attempt", dies)
+    rank.save(2)
+    assert rank.begun == [2]
+    assert (rank.failed, rank.saves.not_saved) == ([], "")
+    assert deleted == ["iter_0000001"]
+
+
+@pytest.mark.timeout(30)
+def test_nor_is_one_that_was_written_beside_training(rank, deleted):
+    rank.save(2)
+    rank.answers.set()
+    rank.runtime.generation += 1
+    rank.runtime.committed = 3
+    rank.saves.finalize(blocking=True)
+    assert rank.begun == [2]
+    assert (rank.failed, rank.saves.not_saved) == ([], "")
+    assert deleted == ["iter_0000001"]
 
 
 def in_memory_bytes() -> int:

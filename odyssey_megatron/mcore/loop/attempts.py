@@ -30,9 +30,47 @@ _held: dict[Path, int] = {}
 """Folders whose lock this process holds, with its descriptor."""
 
 
+class Noted:
+    """What this process knows of the save that it takes part in, whose attempts may be cut short."""
+
+    def __init__(self) -> None:
+        self._folder = Path()
+        """The checkpoint that is saved."""
+        self.latest_before = ""
+        """Name of the latest checkpoint before the first attempt; empty: there was none."""
+        self._numbers: set[int] = set()
+        """Numbers (inodes) of the attempts' folders, which they keep when they are renamed."""
+
+    def begin(self, folder: Path, latest: str) -> None:
+        """Note that an attempt at saving ``folder`` begins while ``latest`` is the name of the latest checkpoint."""
+        if folder != self._folder:
+            self._folder, self.latest_before, self._numbers = folder, latest, set()
+
+    def made(self, attempt: Path) -> None:
+        self._numbers.add(attempt.stat().st_ino)
+
+    def has_put(self, folder: Path) -> bool:
+        """Whether one of the attempts has become the checkpoint ``folder``."""
+        with contextlib.suppress(FileNotFoundError):
+            return folder == self._folder and folder.stat().st_ino in self._numbers
+        return False
+
+
+noted = Noted()
+
+
 def unfinished(path: Path) -> Path:
     """A name beside ``path`` that is unknown to all others."""
     return path.with_name(f"{UNFINISHED}{path.name}-{_job()}-{secrets.token_hex(8)}")
+
+
+def sync(folder: Path) -> None:
+    """Make what was created or renamed in ``folder`` survive a loss of power."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def _job() -> str:

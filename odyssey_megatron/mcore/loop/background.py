@@ -24,7 +24,7 @@ import torch.distributed as dist
 from odyssey_megatron.errors import PeerFailed, Superseded
 from odyssey_megatron.execute.parts import FaultPoint
 from odyssey_megatron.execute.rank import RankRuntime
-from odyssey_megatron.mcore.loop import saving, tracker
+from odyssey_megatron.mcore.loop import attempts, deleting, saving, tracker
 from odyssey_megatron.mcore.model.model import MegatronModel
 from odyssey_megatron.mcore.plugin import Session
 from odyssey_megatron.names import size_text
@@ -250,6 +250,8 @@ class Saves:
 
         def work() -> str:
             if flight.generation != self._job.runtime.generation:
+                if self._is_in_place():
+                    return ""
                 return self._save_again() if again else "given up: its generation ended while it was written"
             self._fault(self._job.runtime.committed)
             flight.wait(
@@ -271,13 +273,21 @@ class Saves:
         somebody had died, and in the next one all ranks hear why.
         """
 
+        begun = False
+
         def attempt(world: Any) -> str:
+            nonlocal begun
             found: list[Any] = [None] * world.size()
             writes = self._flight is not None and self._flight.writes
-            dist.all_gather_object(found, (self._trouble, writes), group=world)
-            if trouble := next((one for one, _ in found if one), ""):
+            dist.all_gather_object(found, (self._trouble, writes, begun), group=world)
+            troubles, writing, again = zip(*found, strict=True)
+            begun, trouble = True, next(filter(None, troubles), "")
+            answers = not (trouble and any(writing))  # else a file system may not
+            if any(again) and answers and self._is_in_place():
+                return ""
+            if trouble:
                 self._give_up()
-                if not any(one for _, one in found):  # else its file system may not answer
+                if answers:
                     saving.tidy(self._begun[0], **self._how[-1])
                 return str(trouble)
             try:
@@ -292,6 +302,18 @@ class Saves:
         why: str = self._together(attempt)
         self._trouble, self._waited_s = "", time.monotonic() - began_s
         return why
+
+    def _is_in_place(self) -> bool:
+        """Whether an attempt at the save that a death has cut short had put its checkpoint in place: then that is the
+        latest one, and the one before is deleted. Collective.
+        """
+        iteration, kwargs = self._begun[0], self._how[-1]
+        if not saving.finish(iteration, **kwargs):
+            return False
+        self._give_up()
+        if dist.get_rank() == 0:
+            deleting.delete_before(saving.where(iteration, **kwargs), attempts.noted.latest_before)
+        return True
 
     def _say(self, why: str) -> None:
         self.not_saved = why

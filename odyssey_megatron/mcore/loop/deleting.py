@@ -36,6 +36,23 @@ class _Shutil:
         return getattr(shutil, name)
 
 
+def delete_before(folder: Path, name: str) -> None:
+    """Delete the checkpoint ``name``, which was the latest before that in ``folder`` was saved, if Megatron-LM would:
+    the rank that was to do it has died.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
+    every = getattr(args, "save_retain_interval", None)
+    if not every or folder.parent != Path(args.save) or name in ("", folder.name):
+        return
+    before = folder.with_name(name)
+    iteration = _iteration(before)
+    if iteration and iteration % every and not before.is_symlink():
+        with contextlib.suppress(OSError, OdysseyError):
+            _Shutil.rmtree(before)
+
+
 def stands_for(folder: Path, every: int) -> int:
     """The multiple of ``every`` for which ``folder`` is retained, as it has no checkpoint of its own; 0: none.
 

@@ -19,7 +19,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from odyssey_megatron.errors import ConfigError, OdysseyError
 from odyssey_megatron.mcore.loop import attempts, tracker
 from odyssey_megatron.mcore.loop.tracker import TRACKER, tracked
+from odyssey_megatron.metrics.outlet import say
 from odyssey_megatron.names import first_few, first_texts
 from odyssey_megatron.upstream import seam_table, seams
 
@@ -49,8 +50,8 @@ def install() -> None:
     # serves it.
     for queue_of_results in (seam_table.GET_WRITE_RESULTS_QUEUE, seam_table.WRITE_RESULTS_QUEUE):
         seams.apply(queue_of_results, lambda *args, **kwargs: queue.SimpleQueue())
-    seams.wrap(seam_table.OPEN_FILE, open_file)
-    seams.wrap(seam_table.MAYBE_MSC, lambda original, one, name: _opening(original(one, name), name))
+    seams.wrap(seam_table.OPEN_FILE, tracker.open_file)
+    seams.wrap(seam_table.MAYBE_MSC, lambda original, one, name: tracker.opening(original(one, name), name))
 
 
 def check(args: Any, *, joins: bool, is_first: bool = False) -> None:
@@ -113,7 +114,7 @@ def attempt(original: Callable[..., Any], iteration: int, *args: Any, **kwargs: 
     """Run Megatron's ``save_checkpoint``. Returns why it has failed on all ranks alike; empty if it has not."""
 
     def work() -> None:
-        _begin(iteration, **kwargs)
+        begin(where(iteration, **kwargs))
         original(iteration, *args, **kwargs)
 
     return _outcome(work, iteration, **kwargs)
@@ -156,12 +157,39 @@ def tidy(iteration: int, **kwargs: Any) -> None:
     """Remove what is left of a failed save, if the disk allows it: the job may not save again. Collective; arguments as
     for :func:`attempt`.
     """
+    folder = where(iteration, **kwargs)
+
+    def work() -> None:
+        _sweep(folder)
+        if attempts.noted.has_put(folder) and folder.name != tracked(folder.parent):
+            remove(folder)
+
     with contextlib.suppress(NotSaved):
-        _begin(iteration, **kwargs)
+        _of_first_rank(work)
 
 
-def _begin(iteration: int, **kwargs: Any) -> None:
-    begin(where(iteration, **kwargs))
+def finish(iteration: int, **kwargs: Any) -> bool:
+    """Whether an attempt that a death has cut short had put its checkpoint in place, so that the save is done. It is
+    the latest one then. Collective; arguments as for :func:`attempt`.
+    """
+    folder = where(iteration, **kwargs)
+
+    def work() -> bool:
+        if not attempts.noted.has_put(folder) or damage(folder):
+            return False
+        if folder.name != tracked(folder.parent):
+            with tracker.replaced(folder.parent / TRACKER) as file:
+                file.write(str(iteration))
+            say(
+                f"[odyssey] successfully saved checkpoint from iteration {iteration:7d} to {folder.parent}, as a "
+                "rank died before the latest file named it."
+            )
+        _sweep(folder)
+        return True
+
+    with contextlib.suppress(NotSaved):  # another attempt will say why
+        return bool(_of_first_rank(work))
+    return False
 
 
 def where(iteration: int, **kwargs: Any) -> Path:
@@ -209,10 +237,11 @@ def begin(folder: Path) -> None:
     Raises:
         NotSaved: on all ranks.
     """
-    _of_first_rank(lambda: _sweep(folder))
+    attempts.noted.begin(folder, _of_first_rank(lambda: _sweep(folder)))
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(folder: Path) -> str:
+    """Returns the name of the latest checkpoint."""
     put_back(folder.parent)
     leftovers, checkpoints = attempts.abandoned(folder.parent)
     for leftover in leftovers:
@@ -220,6 +249,7 @@ def _sweep(folder: Path) -> None:
     for empty in (folder, *checkpoints):
         with contextlib.suppress(OSError):
             empty.rmdir()  # made but not filled
+    return tracked(folder.parent)
 
 
 def put_back(parent: Path) -> None:
@@ -248,6 +278,7 @@ def save(
     folder = Path(checkpoint_dir)
     written = _of_first_rank(lambda: _made_beside(folder))
     _check_common(written)
+    attempts.noted.made(written)
 
     def put_in_place() -> None:
         _of_first_rank(lambda: _put_in_place(written, folder))
@@ -307,7 +338,7 @@ def _put_in_place(written: Path, folder: Path) -> None:
     if found := damage(written):
         remove(written)
         raise NotSaved(f"{folder} was written, but is not complete: {first_texts(found)}")
-    _sync(written)
+    attempts.sync(written)
     before = folder.with_name(written.name + attempts.BEFORE)
     try:
         written.rename(folder)  # the folder that Megatron has made there is empty
@@ -320,7 +351,7 @@ def _put_in_place(written: Path, folder: Path) -> None:
         except OSError:
             before.rename(folder)
             raise
-    _sync(folder.parent)
+    attempts.sync(folder.parent)
     remove(before)
 
 
@@ -403,43 +434,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(folder: Path) -> None:
-    """Make what was created or renamed in ``folder`` survive a loss of power."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-# -- the tracker file -------------------------------------------------------------------------------------------------
-
-
-def open_file(original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    """Megatron's way to open files, except that its tracker file is replaced as a whole."""
-    if os.path.basename(str(path)) == TRACKER and mode == "w":
-        return _replaced(Path(path))
-    return original(path, mode, *args, **kwargs)
-
-
-def _opening(value: Any, name: str) -> Any:
-    """``value``, except that ``open`` is replaced: core_v0.19.0 gets it from an object (core/msc_utils.py, line 76)."""
-    if name != "open":
-        return value
-    return lambda *args, **kwargs: open_file(value, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[IO[str]]:
-    written = attempts.unfinished(path)
-    with written.open("w") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    written.replace(path)
-    _sync(path.parent)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

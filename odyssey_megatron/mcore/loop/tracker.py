@@ -1,14 +1,18 @@
-"""Reads Megatron's tracker file, which names the latest checkpoint in its folder. It may hold anything: people write to
-it, too, and disks fail.
+"""Megatron's tracker file, which names the latest checkpoint in its folder. It may hold anything: people write to it,
+too, and disks fail.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.mcore.loop import attempts
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
@@ -56,6 +60,32 @@ def check(folder: Path, *, retains: bool, says: bool) -> None:
         sys.stderr.write(
             f"[odyssey] in {folder}, to which checkpoints are to be saved, {why}. The first save replaces it.\n"
         )
+
+
+def open_file(original: Callable[..., Any], path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    """Megatron's way to open files, except that its tracker file is replaced as a whole."""
+    if os.path.basename(str(path)) == TRACKER and mode == "w":
+        return replaced(Path(path))
+    return original(path, mode, *args, **kwargs)
+
+
+def opening(value: Any, name: str) -> Any:
+    """``value``, except that ``open`` is replaced: core_v0.19.0 gets it from an object (core/msc_utils.py, line 76)."""
+    if name != "open":
+        return value
+    return lambda *args, **kwargs: open_file(value, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[str]]:
+    """A file that takes the place of ``path`` when it is closed."""
+    written = attempts.unfinished(path)
+    with written.open("w") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    written.replace(path)
+    attempts.sync(path.parent)
 
 
 def _contents(parent: Path) -> bytes | None:
