@@ -181,8 +181,8 @@ def finish(iteration: int, **kwargs: Any) -> bool:
             with tracker.replaced(folder.parent / TRACKER) as file:
                 file.write(str(iteration))
             say(
-                f"[odyssey] successfully saved checkpoint from iteration {iteration:7d} to {folder.parent}, as a "
-                "rank died before the latest file named it."
+                f"[odyssey] successfully saved checkpoint from iteration {iteration:7d} to {folder.parent}. A "
+                "rank had died before the tracker file named it."
             )
         _sweep(folder)
         return True
