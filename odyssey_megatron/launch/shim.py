@@ -9,20 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
 from odyssey_megatron.launch.process.signals import HANDLED
 from odyssey_megatron.launch.rank.environment import die_with
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 _LOOK_EVERY_S = 5.0
+_STORE_S = 120.0
+"""How long the store is waited for, and what other ranks put there at the start."""
+_ASK_AGAIN_S = 0.5
+_ROUND = "odyssey/round"
+_ALONE = (
+    "rank {rank} has waited for {waited_s:.0f} s for rank {other}, which the launcher has not started, or not anew, as "
+    "this one. With --rdzv-backend static, its default, torchrun starts one node's processes anew without the others': "
+    "give it --rdzv-backend c10d on all nodes, or start odyssey run itself, whose nodes come back by odyssey join."
+)
 _FAREWELL_S = 10.0
 """How long the stand-in that hosts the store waits for the others to read the verdict."""
 _ELSEWHERE = (
@@ -59,10 +72,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"odyssey: {error}\n")
         return EXIT_BAD_INPUT
     nodes, node = world_size // per_node, rank // per_node
-    hosts = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    torchrun_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = rank == 0 and not torchrun_hosts
     address = env.get("MASTER_ADDR", "127.0.0.1")
     where = (address, port)
-    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=120)}
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=_STORE_S)}
+    store: Store
     if hosts:
         from odyssey_megatron.launch.wire.admission import hosted_store
 
@@ -73,6 +88,12 @@ def main(argv: Sequence[str]) -> int:
             return EXIT_BAD_INPUT
     else:
         store = TCPStore(*where, is_master=False, **options)
+    if torchrun_hosts:
+        try:
+            store = of_this_round(store, rank, world_size)
+        except TimeoutError as error:
+            sys.stderr.write(f"odyssey: {error}\n")
+            return 1
     verdict, farewell = f"odyssey/verdict/{node}", "odyssey/farewell"
     if local_rank:
         for number in HANDLED:  # the agent's stand-in handles them; this one ends with the job
@@ -87,6 +108,51 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(0.1)
             gone = store.add(farewell, 0)
     return code
+
+
+def of_this_round(store: Store, rank: int, world_size: int, limit_s: float = _STORE_S) -> Store:
+    """Return the part of torchrun's ``store`` that is of the round in which this process was started.
+
+    torchrun keeps its store over restarts, with the verdicts of the rounds before, and tells its processes no number of
+    the round: TORCHELASTIC_RESTART_COUNT stays where nodes come or go, and differs between nodes if one has failed
+    before the others. So rank 0 draws a name for the round. It gives the name to each other rank by the name which that
+    one has drawn, because a name that lies in the store without being asked for may be of a round before.
+
+    Raises:
+        TimeoutError: A rank that is needed has not come. The message says what to do.
+    """
+    from torch.distributed import PrefixStore
+
+    own, ends_s, other = secrets.token_hex(8), time.monotonic() + limit_s, 0
+    try:
+        if rank == 0:
+            store.set(_ROUND, own)
+            for other in range(1, world_size):
+                theirs = _get(store, f"{_ROUND}/{own}/{other}", ends_s - time.monotonic())
+                store.set(f"{_ROUND}/{theirs}", own)
+            return PrefixStore(f"{_ROUND}/{own}", store)
+        while True:
+            newest = _get(store, _ROUND, left_s := ends_s - time.monotonic())
+            store.set(f"{_ROUND}/{newest}/{rank}", own)
+            try:
+                name = _get(store, f"{_ROUND}/{own}", min(_ASK_AGAIN_S, left_s))
+                return PrefixStore(f"{_ROUND}/{name}", store)
+            except TimeoutError:
+                if time.monotonic() > ends_s:
+                    raise
+    except TimeoutError:
+        raise TimeoutError(_ALONE.format(rank=rank, waited_s=limit_s, other=other)) from None
+
+
+def _get(store: Store, key: str, limit_s: float) -> str:
+    """Return the value of ``key`` once it is there. Raises TimeoutError, or RuntimeError if the store is gone."""
+    try:
+        store.wait([key], timedelta(seconds=max(limit_s, 0.001)))
+    except RuntimeError as error:
+        if "timeout" not in str(error).lower():
+            raise
+        raise TimeoutError(key) from None
+    return store.get(key).decode()
 
 
 def _numbers(env: Mapping[str, str]) -> tuple[int, int, int, int, int]:
@@ -115,14 +181,14 @@ def _numbers(env: Mapping[str, str]) -> tuple[int, int, int, int, int]:
     return rank, ranks, local_rank, per_node, port
 
 
-def _run(store: object, argv: Sequence[str], *, nodes: int, node: int, per_node: int, address: str) -> int:
+def _run(store: Store, argv: Sequence[str], *, nodes: int, node: int, per_node: int, address: str) -> int:
     from odyssey_megatron.launch import run
 
     arguments = ["--nproc-per-node", str(per_node)]
     if nodes > 1:
         if node == 0:
-            store.set("odyssey/port", str(_free_port()))  # type: ignore[attr-defined]
-        port = store.get("odyssey/port").decode()  # type: ignore[attr-defined]
+            store.set("odyssey/port", str(_free_port()))
+        port = store.get("odyssey/port").decode()
         arguments += ["--nnodes", str(nodes), "--node-rank", str(node)]
         arguments += ["--master-addr", address, "--master-port", port]
     for name in [*_LEFT_BEHIND, *(name for name in os.environ if name.startswith("TORCHELASTIC_"))]:
@@ -136,13 +202,12 @@ def _run(store: object, argv: Sequence[str], *, nodes: int, node: int, per_node:
         return EXIT_BAD_INPUT
 
 
-def _await(store: object, key: str) -> int:
+def _await(store: Store, key: str) -> int:
     while True:
-        try:
-            store.wait([key], timedelta(seconds=_LOOK_EVERY_S))  # type: ignore[attr-defined]
-            return int(store.get(key))  # type: ignore[attr-defined]
-        except RuntimeError as error:
-            if "timeout" not in str(error).lower():  # the store is gone, and the launcher with it
+        with contextlib.suppress(TimeoutError):
+            try:
+                return int(_get(store, key, _LOOK_EVERY_S))
+            except RuntimeError:  # the store is gone, and the launcher with it
                 return 1
 
 

@@ -4,44 +4,57 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import threading
 
+import pytest
+from torch.distributed import HashStore
+
+from odyssey_megatron.launch.shim import of_this_round
 from tests.launch.jobserver import CHECKOUT, ENVIRONMENT, events, wait_for
 from tests.launch.test_survival import is_running
 from tests.surroundings.trees import tree
 
 ENTERS = """
-import runpy
+import os, pathlib, runpy, sys
 from odyssey_megatron.launch import shim
 if shim.is_needed():
+    os.environ["ATTEMPT"] = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    pathlib.Path(__file__).with_name(f"{os.environ['ATTEMPT']}-{os.environ['RANK']}").write_text(str(os.getpid()))
     shim.become()
+sys.argv += FIRST if os.environ["ATTEMPT"] == "0" else []
 runpy.run_path(TOY, run_name="__main__")
 """
-"""What a patched Megatron-LM does first, and the toy in its place."""
+"""What a patched Megatron-LM does first, and the toy in its place, with arguments of its own in the first attempt."""
+
+
+def start(tmp_path, *argv, first=()) -> subprocess.Popen[bytes]:
+    """A job of two ranks under torchrun."""
+    script = tmp_path / "patched.py"
+    toy = repr(str(CHECKOUT / "tests/launch/toy.py"))
+    script.write_text(ENTERS.replace("TOY", toy).replace("FIRST", repr(list(first))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *argv]
+    command += [str(script), "--pipeline", "1", "--odyssey-device", "cpu"]
+    command += ["--odyssey-run-dir", str(tmp_path / "run")]
+    # What torchrun leaves behind when it is killed is no business of other tests.
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT), "TMPDIR": str(tmp_path)}
+    with (tmp_path / "log").open("w") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_job_ends_with_its_launcher(tmp_path):
     """A stand-in that outlives it would train on, unseen, beside the job that is started next."""
-    script, run = tmp_path / "patched.py", tmp_path / "run"
-    script.write_text(ENTERS.replace("TOY", repr(str(CHECKOUT / "tests/launch/toy.py"))))
-    argv = [
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        "--pipeline",
-        "1",
-        "--hold",
-        str(tmp_path / "go"),
-    ]
-    argv += ["--odyssey-device", "cpu", "--odyssey-run-dir", str(run)]
-    # What torchrun leaves behind when it is killed is no business of other tests.
-    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(CHECKOUT), "TMPDIR": str(tmp_path)}
-    with (tmp_path / "log").open("w") as log:
-        command = [sys.executable, "-m", "torch.distributed.run", *argv]
-        launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    run = tmp_path / "run"
+    launcher = start(tmp_path, first=["--hold", str(tmp_path / "go")])
     pids: list[int] = []
     try:
         wait_for(lambda: len(events(run, "recovered")) == 2, 90, "all ranks in their groups")
@@ -51,6 +64,53 @@ def test_a_job_ends_with_its_launcher(tmp_path):
         launcher.wait()
         wait_for(lambda: not any(map(is_running, pids)), 10, "the job ends")
     finally:
-        for pid in [launcher.pid, *pids]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill([launcher.pid, *pids])
+
+
+@pytest.mark.parametrize("how", ["the job fails", "a stand-in is killed"])
+def test_a_restart_by_torchrun_does_not_end_by_the_verdict_before(tmp_path, how):
+    """torchrun's store, through which stand-ins hear the verdict, outlives its restarts."""
+    go, killed = tmp_path / "go", how == "a stand-in is killed"
+    first = ["--hold", str(go)] if killed else ["--exit-at", "all:3:7"]
+    launcher = start(tmp_path, "--max-restarts", "1", first=first)
+    try:
+        if killed:
+            wait_for((tmp_path / "go.waits").exists, 90, "the job trains")
+            os.kill(int((tmp_path / "0-1").read_text()), signal.SIGKILL)
+        wait_for(lambda: launcher.poll() is not None, 150, "torchrun ends")
+        assert launcher.returncode == 0, (tmp_path / "log").read_text()
+        assert (tmp_path / "1-0").exists(), "there was no restart"
+        assert len(events(tmp_path / "run", "step_committed")) == 2, "both ranks have trained to the end"
+    finally:
+        kill([launcher.pid, *tree(launcher.pid)])
+
+
+def meet(store, ranks) -> list[str]:
+    """What these ranks of a round find in their part of the store, where each rank puts what all are to read."""
+    parts = {}
+
+    def come(rank):
+        parts[rank] = of_this_round(store, rank, len(ranks), 20)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    parts[0].set("odyssey/port", secrets.token_hex(8))
+    return [parts[rank].get("odyssey/port").decode() for rank in ranks]
+
+
+def test_ranks_of_a_round_meet_whatever_the_rounds_before_have_left():
+    """Others may look before rank 0 has come, or have died after they had asked for the name."""
+    store = HashStore()
+    before = meet(store, range(4))
+    with pytest.raises(TimeoutError, match="rank 2 has waited for 1 s for rank 0, which the launcher"):
+        of_this_round(store, 2, 4, 1)
+    with pytest.raises(TimeoutError, match="rank 0 has waited for 0 s for rank 1"):
+        of_this_round(store, 0, 4, 0.1)
+    for ranks in (range(4), range(3, -1, -1)):
+        here = meet(store, ranks)
+        assert len({*here}) == 1
+        assert not {*here} & {*before}
+        before += here
