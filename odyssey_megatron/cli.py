@@ -19,6 +19,9 @@ def run_and_end() -> NoReturn:
     """Run the command as a process, and exit with its code."""
     try:
         from odyssey_megatron.launch.process.ending import exit_with
+        from odyssey_megatron.launch.process.open_files import open_standard_streams
+
+        open_standard_streams()
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)  # nothing has begun
     exit_with(main)
@@ -27,8 +30,6 @@ def run_and_end() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if sys.stdout is None:  # the parent process has closed it
-        sys.stdout = open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(

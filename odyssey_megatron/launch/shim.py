@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from odyssey_megatron.config import config_from_argv
 from odyssey_megatron.errors import EXIT_BAD_INPUT, ConfigError
+from odyssey_megatron.launch.process.open_files import open_standard_streams
 from odyssey_megatron.launch.process.signals import HANDLED
 from odyssey_megatron.launch.rank.environment import die_with
 
@@ -218,6 +219,7 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
+    open_standard_streams()
     _code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

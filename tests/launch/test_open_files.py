@@ -1,15 +1,19 @@
-"""A job has more connections than the limit that shells begin with."""
+"""What a job's processes have open: more connections than shells allow at first, and all standard streams."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from odyssey_megatron.launch.process.open_files import check_many
-from tests.launch.jobserver import CHECKOUT
+from tests.launch.jobserver import CHECKOUT, events, wait_for
+from tests.surroundings.trees import tree
 
 
 def limited(soft: int, hard: int) -> None:
@@ -52,3 +56,29 @@ def test_a_hard_limit_that_is_too_low_is_said(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
     check_many(512, 64)
     assert "where 512 ranks of 64 node(s) meet; the limit is 1024. Raise it" in capfd.readouterr().err
+
+
+PRELOAD = "--preload tests.launch.preload"
+
+
+@pytest.mark.parametrize(("closed", "flags"), [("2", ""), ("012", PRELOAD)])
+def test_a_job_runs_whose_standard_streams_are_closed(tmp_path, closed, flags):
+    """As by "2>&-". A connection to the store would get the number 2, and what C++ prints there."""
+    go, run = tmp_path / "go", tmp_path / "run"
+    command = [sys.executable, "-m", "odyssey_megatron", "run", *flags.split(), "--nproc-per-node", "2"]
+    command += ["tests/launch/toy.py", "--pipeline", "1", "--hold", str(go)]
+    command += ["--odyssey-device", "cpu", "--odyssey-run-dir", str(run)]
+    closing = " ".join(f"{number}>&-" for number in closed)
+    job = subprocess.Popen(["sh", "-c", f'exec "$@" {closing}', "sh", *command], cwd=CHECKOUT)
+    try:
+        wait_for((tmp_path / "go.waits").exists, 60, "the job trains")
+        ranks = [one["pid"] for one in events(run, "rank_started")]
+        for pid in (job.pid, *ranks):
+            assert {os.readlink(f"/proc/{pid}/fd/{number}") for number in closed} == {os.devnull}
+        go.touch()
+        assert job.wait(60) == 0
+        assert len(events(run, "step_committed")) == 2
+    finally:
+        for pid in (job.pid, *tree(job.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -31,12 +31,13 @@ runpy.run_path(TOY, run_name="__main__")
 """What a patched Megatron-LM does first, and the toy in its place, with arguments of its own in the first attempt."""
 
 
-def start(tmp_path, *argv, first=()) -> subprocess.Popen[bytes]:
+def start(tmp_path, *argv, first=(), closing="") -> subprocess.Popen[bytes]:
     """A job of two ranks under torchrun."""
     script = tmp_path / "patched.py"
     toy = repr(str(CHECKOUT / "tests/launch/toy.py"))
     script.write_text(ENTERS.replace("TOY", toy).replace("FIRST", repr(list(first))))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *argv]
+    command = ["sh", "-c", f'exec "$@" {closing}', "sh"]
+    command += [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *argv]
     command += [str(script), "--pipeline", "1", "--odyssey-device", "cpu"]
     command += ["--odyssey-run-dir", str(tmp_path / "run")]
     # What torchrun leaves behind when it is killed is no business of other tests.
@@ -81,6 +82,16 @@ def test_a_restart_by_torchrun_does_not_end_by_the_verdict_before(tmp_path, how)
         assert launcher.returncode == 0, (tmp_path / "log").read_text()
         assert (tmp_path / "1-0").exists(), "there was no restart"
         assert len(events(tmp_path / "run", "step_committed")) == 2, "both ranks have trained to the end"
+    finally:
+        kill([launcher.pid, *tree(launcher.pid)])
+
+
+def test_a_job_under_torchrun_whose_standard_streams_are_closed(tmp_path):
+    launcher = start(tmp_path, closing="0<&- 1>&- 2>&-")
+    try:
+        wait_for(lambda: launcher.poll() is not None, 90, "torchrun ends")
+        assert launcher.returncode == 0
+        assert len(events(tmp_path / "run", "step_committed")) == 2
     finally:
         kill([launcher.pid, *tree(launcher.pid)])
 

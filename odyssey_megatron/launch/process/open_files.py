@@ -1,9 +1,11 @@
-"""Raises, and checks, the number of files and connections that a process may have open."""
+"""What a process has open from its start: its standard streams, and how many files and connections it may have."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import sys
 
 from odyssey_megatron.metrics.outlet import say
 
@@ -15,6 +17,23 @@ _TOO_FEW = (
     "[odyssey] up to {wanted} files and connections will be open here, where {ranks} ranks of {nodes} node(s) meet; "
     "the limit is {limit}. Raise it before the start (ulimit -Hn, or LimitNOFILE of the service)."
 )
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null in place of each standard stream that the parent process has closed.
+
+    To be called before anything else is opened: the next connection would get the number of a closed stream, and with
+    it all that is printed there, also by C++.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # the lowest number that is free, i.e. this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
 
 
 def allow_many() -> None:
