@@ -45,7 +45,8 @@ def _gauge(name: str, text: str, value: float | None, **labels: str) -> Iterator
 def _training(state: Live) -> Iterator[Any]:
     last = state.steps[-1] if state.steps else None
     yield from _gauge("job_info", "Run folder and number of the job", 1, run=state.name, job=state.job)
-    yield from _gauge("job_over", "1 once the job has ended", float(state.is_over))
+    over = "1 once the job has ended: told by odyssey top --metrics-port alone, as a job's own port closes with it"
+    yield from _gauge("job_over", over, float(state.is_over))
     yield from _gauge(
         "recovering", "1 while a failure is not answered by a plan in force", state.status == "recovering"
     )
@@ -69,17 +70,22 @@ def _training(state: Live) -> Iterator[Any]:
     yield from _gauge("tokens_per_second", "Over the last 20 steps, without saves", state.tokens_per_s)
 
 
+_FALLS = "; also falls, as it is made anew from the ideal step so far: no rate() or increase() over it"
+
+
 def _goodput(state: Live) -> Iterator[Any]:
     worth = state.goodput
     yield from _gauge(
         "elapsed_seconds", "Since the launch, to the newest line of the journal", worth.elapsed_s
     )
-    yield from _gauge("productive_seconds", "Ideal step times of all steps", worth.productive_s)
+    yield from _gauge("productive_seconds", f"Ideal step times of all steps{_FALLS}", worth.productive_s)
     yield from _gauge("goodput_ratio", "Productive of elapsed seconds", worth.share)
     seconds = GaugeMetricFamily(
-        "odyssey_lost_seconds", "Time that did not train, by Google's buckets", labels=["bucket"]
+        "odyssey_lost_seconds", f"Time that did not train, by Google's buckets{_FALLS}", labels=["bucket"]
     )
-    tokens = GaugeMetricFamily("odyssey_lost_tokens", "That time at the ideal pace", labels=["bucket"])
+    tokens = GaugeMetricFamily(
+        "odyssey_lost_tokens", f"That time at the ideal pace{_FALLS}", labels=["bucket"]
+    )
     lost_tokens = dict.fromkeys(by_bucket(()), 0.0)
     for one in worth.lost:
         lost_tokens[one.bucket] += one.tokens

@@ -188,6 +188,10 @@ def test_metrics(runs):
     assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
     values = dict(line.rsplit(" ", 1) for line in body.splitlines() if not line.startswith("#"))
     assert "odyssey_elapsed_seconds Since the launch, to the newest line of the journal" in body
+    assert float(values["odyssey_job_over"]) == 1
+    assert "odyssey_job_over 1 once the job has ended: told by odyssey top --metrics-port alone" in body
+    for name in ("productive_seconds", "lost_seconds", "lost_tokens"):
+        assert re.search(f"# HELP odyssey_{name} .*; also falls, .*: no rate", body)
     assert float(values["odyssey_steps_total"]) == 20
     assert float(values['odyssey_lost_seconds{bucket="UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"}']) == pytest.approx(
         1.25, 0.01
