@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.launch.wire import admission
+from odyssey_megatron.launch.wire import admission, lost_host
 from odyssey_megatron.launch.wire.admission import Admission, Meeting, _Doorkeeper, _Hosts, _only_from, ask
 from odyssey_megatron.launch.wire.lost_host import connections_to
 
@@ -272,7 +272,7 @@ def test_a_node_with_other_flags_than_the_first_is_refused(unlike, said):
         Admission(replace(other, **unlike)).next_rendezvous()
 
 
-def test_a_node_that_waits_for_others_does_not_wait_for_a_host_that_has_vanished():
+def test_a_node_that_waits_for_others_does_not_wait_for_a_host_that_has_vanished(monkeypatch):
     """No packet says so. The kernel would wait for 15 minutes."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -281,6 +281,7 @@ def test_a_node_that_waits_for_others_does_not_wait_for_a_host_that_has_vanished
     )
     host = Admission(meeting)
     host.next_rendezvous()
+    monkeypatch.setattr(lost_host, "stays_here", lambda connection: False)
     found = Admission(replace(meeting, node=1, hosts=False)).next_rendezvous().bootstrap_store_info
     limits_s = [
         one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1e3

@@ -1,7 +1,10 @@
 """Notices that the host at the other end of a connection is gone: it has lost power, or the network fails.
 
 Nothing arrives then that would end a wait. The kernel can be told to ask the other host (TCP keepalive) and to give up.
-A kernel also answers for a process that is only stopped, so that a frozen peer does not count as lost.
+A kernel also answers for a process that is only stopped, until what is sent to that one fills its buffer. A buffer that
+stays full for the time limit ends a connection like a host that is gone. So connections within a host have no limit:
+the end of a process closes them. Those to another host may have it, as an agent there waits for no longer for a job's
+host that is stopped (``leases.HostOfJob``).
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from ipaddress import IPv6Address, ip_address
 
 COMES_BACK_S = 2.5
 """Seconds beyond a lease that the others wait for the job's host, without which the job is over: a suspended host may
@@ -42,9 +46,19 @@ def give_up_after(connection: socket.socket, lease_s: float) -> None:
 
 
 def give_up_on_host(port: int, lease_s: float) -> None:
-    """:func:`give_up_after` for all connections of this process to a server's ``port``."""
+    """:func:`give_up_after` for all connections of this process to a server's ``port`` on another host."""
     for connection in connections_to(port):
-        give_up_after(connection, lease_s)
+        if not stays_here(connection):
+            give_up_after(connection, lease_s)
+
+
+def stays_here(connection: socket.socket) -> bool:
+    """Whether both ends of ``connection`` are on this host."""
+    here, there = (
+        ip_address(one()[0].split("%")[0]) for one in (connection.getsockname, connection.getpeername)
+    )
+    plain = there.ipv4_mapped or there if isinstance(there, IPv6Address) else there
+    return here == there or plain.is_loopback
 
 
 def connections_to(port: int) -> Iterator[socket.socket]:
