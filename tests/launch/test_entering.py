@@ -65,13 +65,52 @@ def test_a_generation_that_does_not_come_is_asked_for(why):
         def await_newer(self, after, timeout_s):
             return False
 
+        def has(self, names):
+            return True
+
+    watch = Watch()
     entering = Entering(
-        rank=1, incarnation=0, control=None, watch=Watch(), first_within_s=1.0, next_within_s=0.1,
+        rank=1, incarnation=0, control=watch, watch=watch, first_within_s=1.0, next_within_s=0.1,
         ask_retry=lambda number, reason: asked.append((number, reason)), fenced=lambda number, why: None,
     )  # fmt: skip
     with pytest.raises(ControlPlaneLost):
         entering.next_generation(4, why=why)
     assert asked == [(4, why or "no newer generation within 0.5 s")]
+
+
+class StandsStill:
+    """Watch and control connection of a rank while the coordinator's process is stopped for ``lasts_s``."""
+
+    settled = True
+
+    def __init__(self, lasts_s, comes):
+        self.goes_on_s, self.comes = time.monotonic() + lasts_s, comes
+
+    def await_newer(self, after, timeout_s):
+        time.sleep(timeout_s)
+        return self.comes and time.monotonic() > self.goes_on_s + 0.2
+
+    def has(self, names):
+        time.sleep(max(self.goes_on_s - time.monotonic(), 0.0))
+        return True
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_time_in_which_the_coordinator_s_process_is_stopped_does_not_count(comes, monkeypatch):
+    """Nobody else could say what is to be done, and it will. After that time the limit is as ever."""
+    monkeypatch.setattr("odyssey_megatron.launch.rank.entering._ASKS_EACH_S", 0.1)
+    both = StandsStill(1.5, comes)
+    entering = Entering(
+        rank=1, incarnation=0, control=both, watch=both, first_within_s=1.0, next_within_s=0.5,
+        ask_retry=lambda number, reason: None, fenced=lambda number, why: None,
+    )  # fmt: skip
+    began_s = time.monotonic()
+    if comes:
+        entering.await_newer(4, "")
+    else:
+        with pytest.raises(ControlPlaneLost, match=r"no generation after 4 within 0\.5 s"):
+            entering.await_newer(4, "")
+    assert 1.5 < time.monotonic() - began_s < 2.5
 
 
 def joining(connect):

@@ -14,6 +14,10 @@ from odyssey_megatron.launch.wire.control import Control
 from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
 
 _RETRY_AFTER_S, _LOOK_S = 0.5, 0.01
+_ASKS_EACH_S = 1.0
+"""How often a rank that waits for a generation asks whether the store answers. An answer that takes longer shows that
+the process of the store and the coordinator stood still.
+"""
 
 
 class Role(enum.Enum):
@@ -91,9 +95,9 @@ class Entering:
             return self._offered_after(after)
         if timeout_s is None:
             timeout_s = self._next_within_s if after else self._first_within_s
-        ends_s, message = time.monotonic() + timeout_s, None
+        message = None
         while message is None:
-            self.await_newer(after, why, ends_s - time.monotonic())
+            self.await_newer(after, why, timeout_s)
             after, text = self._watch.newest()
             message = generations.read(text, self._rank, self._control)
         if isinstance(message, Stop):
@@ -112,14 +116,20 @@ class Entering:
     def await_newer(self, after: int, why: str, timeout_s: float | None = None) -> None:
         """Wait for a generation after ``after``, and ask for one if none comes soon; the first is not asked for.
 
-        Raises ControlPlaneLost if none comes in time.
+        If the coordinator's process stood still meanwhile, it has the full time again. Raises ControlPlaneLost if none
+        comes in time, or if the store is gone.
         """
         timeout_s = self._next_within_s if timeout_s is None else timeout_s
         ends_s = time.monotonic() + timeout_s
         if after and not self._watch.await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
             self._ask_retry(after, why or f"no newer generation within {_RETRY_AFTER_S} s")
-        if not self._watch.await_newer(after, ends_s - time.monotonic()):
-            raise ControlPlaneLost(f"no generation after {after} within {timeout_s:.1f} s")
+        while not self._watch.await_newer(after, min(_ASKS_EACH_S, max(ends_s - time.monotonic(), 0.0))):
+            asked_s = time.monotonic()
+            self._control.has([keys.JOB_NAME])  # this waits for an answer
+            if (now_s := time.monotonic()) - asked_s > _ASKS_EACH_S:
+                ends_s = now_s + timeout_s
+            elif now_s >= ends_s:
+                raise ControlPlaneLost(f"no generation after {after} within {timeout_s:.1f} s")
 
     def let_in(self, generation: Generation) -> None:
         """Let the ranks go on that join with offered ``generation``, which this older member has entered.
