@@ -50,6 +50,7 @@ OF_AGENTS: _Fields = {
         "shapes",
     ),
     "generation_agreed": ("agreed_s",),
+    "stood_still": ("lasted_s",),
     "rank_joined": ("target",),
     "given_up": ("target", "slot", "host"),
     "readmitted": ("target", "slot", "host"),
@@ -117,6 +118,7 @@ them has died of (``cell``: another rank of its cell has; others: ``RankDied.cau
   the number of ranks of a whole worker. ``shapes``: [worker, number of ranks] for smaller ones;
   below schema version 3 [worker, places of a whole cell that each of its ranks fills].
 - ``generation_agreed``: ``agreed_s`` by the clock of the job's host; see ``generation_started``.
+- ``stood_still``: the process of the coordinator was stopped, or got no processor, for the ``lasted_s`` before this.
 - ``given_up``: rank ``target`` has died too often in ``slot``, the number of its GPU on the node, which is taken
   for broken. ``readmitted``: that GPU works again, and ``target``, which may be another rank, starts there.
 - ``cell_shrinks``: what is left of a cell of ``whole`` ranks joins as ``ranks``.
@@ -233,6 +235,7 @@ class JournalLine(_Line, total=False):
     receiver: _Id
     members: tuple[_Id, ...]
     agreed_s: _Seconds | None
+    lasted_s: _Seconds
     abort_s: _Seconds | None
     agree_s: _Seconds | None
     groups_s: _Seconds | None

@@ -29,7 +29,9 @@ class RecoveryRecord:
     on.
     """
     failed_wall_s: float
-    """The time when the fault was injected, otherwise when it was detected; by the first agent's clock."""
+    """The time when the fault was injected, otherwise when it was detected; by the first agent's clock. If the
+    coordinator stood still before it was detected: when that began, or the last step was committed, if that was later.
+    """
     detect_s: float | None
     """Only where the fault was injected: the time from then until the agent noticed."""
     decide_s: float | None
@@ -86,8 +88,18 @@ def median(values: Iterable[float]) -> float | None:
 
 
 _Told = Mapping[str, list[JournalEvent]]
-_TOLD = ("decision", "generation_started", "failure_detected", "injected", "recovered", "redone")
+_TOLD = (
+    "decision",
+    "generation_started",
+    "failure_detected",
+    "injected",
+    "recovered",
+    "redone",
+    "stood_still",
+)
 """The events that tell of recoveries."""
+_NOTICED_WITHIN_S = 1.0
+"""The time after a pause of the coordinator within which it has noticed what failed during the pause."""
 
 
 def decisions(events: Sequence[JournalEvent]) -> tuple[DecisionRecord, ...]:
@@ -110,6 +122,7 @@ def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
     """Return one row for each generation after the first that a failure began."""
     # Collected once, as a long job has a million steps.
     told = {name: named(events, name) for name in _TOLD}
+    told["step_committed"] = named(events, "step_committed") if told["stood_still"] else []
     taken = (
         event for event in told["decision"] if not event.get("planned") and event.get("why") != "observed"
     )
@@ -163,6 +176,7 @@ def _recovery(
             injected[rank] = own
     failures = known(event["at_s"] for event in (noticed | injected).values())
     failed = min(failures, default=_decided_at_s(decided or head))
+    failed = failed if injected else _failed_at_s(told, failed)
     since = min(failed, waiting_since) if waiting_since else failed
     return RecoveryRecord(
         generation=generation,
@@ -222,6 +236,16 @@ def _injection(told: _Told, rank: int, notice: JournalEvent, generation: int) ->
 def _decided_at_s(event: JournalEvent) -> float:
     """Return when deciding began. It stands for the failure where nobody has died, so that nothing was noticed."""
     return float(event["at_s"] - event.get("decide_s", 0.0))
+
+
+def _failed_at_s(told: _Told, noticed_s: float) -> float:
+    """Return when a failure was that was noticed at ``noticed_s``: earlier, if the coordinator stood still before."""
+    for pause in told["stood_still"]:
+        began_s = pause["at_s"] - pause["lasted_s"]
+        if began_s < noticed_s < pause["at_s"] + _NOTICED_WITHIN_S:
+            trained = known(one["at_s"] for one in told["step_committed"] if one["at_s"] < noticed_s)
+            return float(max((began_s, *trained)))
+    return noticed_s
 
 
 def _slowest(recovered: list[JournalEvent], field: str) -> float | None:

@@ -147,6 +147,15 @@ def test_a_job_goes_on_without_a_node_whose_ranks_were_dead_before_the_pause(tmp
         job.close()
 
 
+def test_a_pause_that_others_wait_for_is_told_too():
+    told = []
+    pauses = Pauses(5.2, told.append)
+    for began_s, ended_s in ((0.0, 0.1), (0.1, 1.6), (1.6, 4.6), (4.6, 14.6)):
+        pauses.note(began_s, ended_s)
+    assert told == pytest.approx([3.0, 10.0])
+    assert (pauses.lasted_s, pauses.ended_s) == pytest.approx((10.0, 14.6))
+
+
 @pytest.mark.timeout(20)
 def test_a_process_knows_how_long_it_was_stopped():
     """And not that another one of its threads had long work."""

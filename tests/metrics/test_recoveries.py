@@ -120,6 +120,30 @@ def test_a_rank_that_dies_twice_has_two_recoveries_with_their_own_times_and_caus
     ]
 
 
+@pytest.mark.parametrize(
+    ("cause", "detect_s", "lasted_s", "ended_ago_s", "committed_ago_s", "stall_s"),
+    [
+        ("killed", None, 15.0, 0.01, 12.0, 12.08),  # ranks went on training at first
+        ("killed", None, 15.0, -0.05, 20.0, 15.03),  # the notice came before the pause was taken down
+        ("killed", None, 15.0, 3.0, 2.0, 0.08),  # the pause was over
+        ("killed", 5.0, 15.0, 0.01, 12.0, 5.08),  # it is known when it was
+    ],
+)
+def test_a_stall_began_before_the_pause_in_which_nobody_noticed_the_failure(
+    cause, detect_s, lasted_s, ended_ago_s, committed_ago_s, stall_s
+):
+    events = journal_of_one_rank((cause, detect_s))
+    (notice,) = (event for event in events if event["event"] == "failure_detected")
+    for name, ago_s, values in (
+        ("stood_still", ended_ago_s, {"lasted_s": lasted_s}),
+        ("step_committed", committed_ago_s, {}),
+    ):
+        times = {clock: notice[clock] - ago_s for clock in ("at_s", "t_s")}
+        events.append({"event": name, "generation": -1, "step": -1, **times, **values})
+    (row,) = recoveries(events)
+    assert row.stall_s == pytest.approx(stall_s, abs=1e-6)
+
+
 class Counted(list):
     """How often it was gone through."""
 

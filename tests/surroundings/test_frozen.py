@@ -9,6 +9,9 @@ import time
 import pytest
 
 from odyssey_megatron.launch.wire.awake import Awake
+from odyssey_megatron.metrics.journal import read_journal
+from odyssey_megatron.metrics.recoveries import recoveries
+from odyssey_megatron.metrics.timeline import last_job
 from tests.launch.jobserver import events, pid_of, wait_for
 from tests.launch.test_nodes import start
 from tests.launch.test_survival import check, committed, decided, is_running
@@ -61,6 +64,28 @@ def test_a_job_that_is_stopped_as_a_whole(toy, tmp_path, who):
     (tmp_path / "go").touch()
     check(job, tmp_path, steps=60, survivors=set(range(RANKS)))
     assert decided(tmp_path) == []
+
+
+def test_a_rank_dies_while_the_agent_alone_is_stopped(toy, tmp_path):
+    """The others wait for the agent, for longer than they would for a generation, and the stall says so."""
+    limits = ("--odyssey-op-timeout-s", 1.5, "--odyssey-recovery-timeout-s", 1.0)
+    job = running(toy, tmp_path, *limits)
+    wait_for((tmp_path / "go.waits").exists, 20, "rank 0 holds")
+    os.kill(job.pid, signal.SIGSTOP)
+    try:
+        os.kill(pid_of(tmp_path / "run", 2), signal.SIGKILL)
+        time.sleep(5.0)
+    finally:
+        os.kill(job.pid, signal.SIGCONT)
+    (tmp_path / "go").touch()
+    check(job, tmp_path, steps=60, survivors={0, 1, 3})
+    assert [dead for dead in decided(tmp_path) if dead] == [[2]]
+    (paused,) = events(tmp_path / "run", "stood_still")
+    assert 4.9 < paused["lasted_s"] < 7.0
+    assert "[odyssey] this job's host stood still for" in job.log()
+    rows = recoveries(last_job(list(read_journal(tmp_path / "run"))))
+    (recovery,) = (row for row in rows if row.dead == (2,))
+    assert 4.9 < recovery.stall_s < 8.0
 
 
 def test_one_that_hangs_after_the_freeze_is_found(toy, tmp_path):

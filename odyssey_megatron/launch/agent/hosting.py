@@ -41,6 +41,10 @@ _NOT_ALL = (
     "(--odyssey-store-timeout-s). Their logs may say why, if they have not been killed."
 )
 
+_STOOD_STILL = (
+    "[odyssey] this job's host stood still for {lasted_s:.1f} s. What failed meanwhile is noticed only now."
+)
+
 
 class Hosting:
     """The hosting of one job, in this process.
@@ -130,8 +134,13 @@ class Hosting:
             only["launched_s"] = self._launched_s
         journal.event("job_started", world_size=len(of_rank), nodes=nodes, **only, echo=True)
         self._onlookers.start()
+
+        def tell(lasted_s: float) -> None:
+            journal.event("stood_still", lasted_s=lasted_s)
+            say(_STOOD_STILL.format(lasted_s=lasted_s))
+
         # The others count from the last time that they renewed their leases.
-        pauses = Pauses(0.9 * self._config.node_lease_s + COMES_BACK_S)
+        pauses = Pauses(0.9 * self._config.node_lease_s + COMES_BACK_S, tell)
         pauses.start()
         Coordinator(
             control=control,

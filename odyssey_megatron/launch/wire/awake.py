@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 _LOOK_S = 0.1
+_TELLS_S = 2.0
+"""A shorter pause is not told: it may be that of a busy machine."""
 
 
 class Awake:
@@ -32,10 +35,13 @@ class Pauses:
     """Knows when this process last stood still for longer than ``limit_s``.
 
     A thread looks that does nothing else. A gap between the looks of another one may be long work.
+
+    Args:
+        tell: called in that thread with the seconds that a pause has lasted, if that is more than ``_TELLS_S``.
     """
 
-    def __init__(self, limit_s: float):
-        self._limit_s = limit_s
+    def __init__(self, limit_s: float, tell: Callable[[float], None] = lambda lasted_s: None):
+        self._limit_s, self._tell = limit_s, tell
         self.lasted_s, self.ended_s = 0.0, -float("inf")
 
     def start(self) -> None:
@@ -53,3 +59,5 @@ class Pauses:
         """Take down that two looks in a row were at these times."""
         if now_s - looked_s > self._limit_s:
             self.lasted_s, self.ended_s = now_s - looked_s, now_s
+        if now_s - looked_s > _TELLS_S:
+            self._tell(now_s - looked_s)
