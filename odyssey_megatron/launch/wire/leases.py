@@ -93,7 +93,7 @@ class Leases:
 class HostOfJob:
     """Tells an agent whether the host of the job, on another node, still answers.
 
-    A host's kernel answers for a process that is stopped. A connection to it then does not break (``lost_host.py``),
+    A host's kernel answers for a process that is stopped. A connection to it does not break at once (``lost_host.py``),
     and waiting on it would last for as long as the process is stopped.
     """
 
