@@ -39,7 +39,7 @@ class World:
     """Without messages that are kept: other systems keep none, and ours decides about them."""
     workers: tuple[int, ...]
     mtbf_s: float
-    """The true mean time between changes, which Chameleon and our planner are told."""
+    """The true mean time between failures, which Chameleon and our planner are told."""
     gpus_per_node: int = 0
     """0: not known."""
     start_s: float = START_S

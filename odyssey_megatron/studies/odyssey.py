@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
 from odyssey_megatron.errors import LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
-from odyssey_megatron.plan.placing.redundancy import with_keepers, with_shadows
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.decide import decide, scheduled
 from odyssey_megatron.policy.decided import Decided
+from odyssey_megatron.policy.initial import initial_plan
 from odyssey_megatron.policy.messages import decided_with_or_without, planned_with_or_without
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.preparing import prepare_for
@@ -129,26 +129,24 @@ class Odyssey(System):
         return Running(layout=plan.layout, step_s=plan.step_s, downtime_s=plan.transition_s, note=note)
 
     def _restart(self, world: World, now: CellsChange, before: Planned) -> Running:
-        """Restart as other systems do, in the launch line's layout on whole cells, but in our order."""
+        """Restart as the job would: on whole replicas of whole cells, with the layout that it begins with there."""
         self.left_behind = frozenset(now.shapes)
         whole = tuple(worker for worker in now.alive if worker not in now.shapes)
-        layout = healthy_layout(world, whole)
-        if layout is None:
+        replicas = healthy_layout(world, whole)
+        if replicas is None:
             return stopped("restart: too few workers")
         state, job = without(cluster(world, now), self.left_behind), before.job
-        nodes = dict.fromkeys(whole, 0)
-        layout = with_shadows(layout, None, nodes, job.least_holders, world.profile.costs)
-        layout = with_keepers(layout, None, nodes, job.optimizer_copies)
+
+        def begun(profile: Profile) -> Plan:
+            layout = _layout_on(replicas.workers, job, profile)
+            return scheduled("restart", layout, (), state, profile, job=job, eager=job.eager_forwards)
+
         try:
-            plan, profile = planned_with_or_without(
-                lambda costs: scheduled("restart", layout, (), state, costs, job=job),
-                before.profile,
-                world.mtbf_s,
-            )
+            plan, profile = planned_with_or_without(begun, before.profile, world.mtbf_s)
         except PlanInfeasible:
             return stopped("out of memory")
         self.now = Planned(job, plan, profile)
-        return from_checkpoint(world, layout, plan.step_s, "restart")
+        return from_checkpoint(world, plan.layout, plan.step_s, "restart")
 
 
 def cluster(world: World, now: CellsChange | None = None) -> ClusterState:
@@ -171,6 +169,25 @@ def _first_plan(job: JobSpec, profile: Profile, workers: int, config: OdysseyCon
     planner = PolicyPlanner(config, must_fit=True)
     plan = planner.start(job, _whole_cluster(job, workers), to_json(profile)).plan
     return Planned(planner.job, plan, planner.known.given)
+
+
+def _layout_on(workers: Sequence[int], job: JobSpec, profile: Profile) -> Layout:
+    """Return the layout with which ``job`` begins on ``workers`` alone, ascending. Raises PlanInfeasible."""
+    layout = _first_layout(job, profile, len(workers))
+    return replace(
+        layout,
+        holders=tuple(tuple(workers[one] for one in found) for found in layout.holders),
+        keepers=tuple(tuple(workers[one] for one in found) for found in layout.keepers),
+        routes=tuple(
+            replace(route, hops=tuple(replace(hop, worker=workers[hop.worker]) for hop in route.hops))
+            for route in layout.routes
+        ),
+    )
+
+
+@lru_cache(maxsize=64)
+def _first_layout(job: JobSpec, profile: Profile, workers: int) -> Layout:
+    return initial_plan(job, _whole_cluster(job, workers), profile).layout
 
 
 @lru_cache(maxsize=4)

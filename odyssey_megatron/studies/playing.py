@@ -27,7 +27,7 @@ class Played:
     restarts: int
     """Number of restarts from a checkpoint, as the state of some layer was lost, or too few workers were left."""
     history: tuple[tuple[float, float, str], ...]
-    """(since, tokens per second from then on, note)."""
+    """(since, tokens per second from then on, note); 0.0 while it stands still."""
     smaller: int = 0
     """The number of times that what was left of a cell went on as a smaller one, and computed."""
 
@@ -39,6 +39,7 @@ def play(
 
     A death in the middle of a step costs half a step on average, which is done again; after a restart, that is part of
     what the restart costs. A change during a downtime starts the next downtime, unless the system goes on as it was.
+    During a restart it starts that again, or waits for its end: nothing has its state before.
 
     Args:
         say: is told the system and the time in the trace, at the start and before each change.
@@ -46,12 +47,14 @@ def play(
     say(system.name, 0.0)
     running = system.start(world)
     now, tokens, still, restarts = 0.0, 0.0, 0.0, 0
-    ready = _ready_s(now, running)
+    ready, restarted_s = _ready_s(now, running), 0.0  # the latter is when its last restart has ended
     note = "healthy" if math.isfinite(running.step_s) else running.note
     history, smaller = [(0.0, _rate(world, running), note)], _Smaller()
     changes = takewhile(lambda one: one.t_s < trace.duration_s, system.cells(world, trace))
     for change in (*changes, CellsChange(t_s=trace.duration_s, alive=(), lost=False)):
         say(system.name, change.t_s)
+        if now < ready < change.t_s:
+            history.append((ready, _rate(world, running), running.note))
         tokens += max(0.0, change.t_s - max(now, ready)) * _rate(world, running)
         still += max(0.0, min(change.t_s, ready) - now)
         now = change.t_s
@@ -60,8 +63,11 @@ def play(
         before, running = running, system.go_on(world, running, change)
         restarts += running.restarted
         if running != before.going_on:
-            ready = _ready_s(now, running) + (_done_again_s(before, running) if change.lost else 0.0)
-        history.append((now, _rate(world, running), running.note))
+            begun = now if running.restarted else max(now, restarted_s)
+            in_a_step = change.lost and begun == now
+            ready = _ready_s(begun, running) + (_done_again_s(before, running) if in_a_step else 0.0)
+        restarted_s = ready if running.restarted else restarted_s
+        history.append((now, _rate(world, running) if ready <= now else 0.0, running.note))
         smaller.note(running, change)
     return Played(
         system=system.name,

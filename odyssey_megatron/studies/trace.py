@@ -31,6 +31,7 @@ class FailureTrace:
     changes: tuple[ClusterChange, ...]
     duration_s: float
     mtbf_s: float
+    """The mean time between changes in which GPUs die: repairs are no failures."""
 
 
 def monotone(gpus: Sequence[int], interval_s: float, count: int, seed: int = 0) -> FailureTrace:
@@ -97,7 +98,7 @@ def with_repairs(
     name = f"random, mean {_duration(mtbf_s)}, repair {_duration(repair_s)}"
     if node_share:
         name += f", {node_share:.0%} of whole nodes"
-    return FailureTrace(name=name, changes=changes, duration_s=duration_s, mtbf_s=mtbf_s / 2)
+    return FailureTrace(name=name, changes=changes, duration_s=duration_s, mtbf_s=mtbf_s)
 
 
 def read_trace(text: str, gpus: int, name: str = "file", *, gpus_per_node: int = 0) -> FailureTrace:
@@ -144,7 +145,8 @@ def read_trace(text: str, gpus: int, name: str = "file", *, gpus_per_node: int =
             last = found.pop()  # GPUs that go at the same time are one incident, which is recovered from once
             hit = (*(last.joined if joins else last.died), *hit)
         found.append(ClusterChange(t_s=t_s, died=() if joins else hit, joined=hit if joins else ()))
-    return FailureTrace(name=name, changes=tuple(found), duration_s=end, mtbf_s=end / max(1, len(found)))
+    failures = sum(bool(change.died) for change in found)
+    return FailureTrace(name=name, changes=tuple(found), duration_s=end, mtbf_s=end / max(1, failures))
 
 
 def gpus_at(place: str, gpus: int, gpus_per_node: int = 0) -> range:

@@ -169,10 +169,10 @@ def systems(scenario: Scenario) -> tuple[Callable[[], System], ...]:
 
 def _not_played(scenario: Scenario) -> Iterator[str]:
     """Yield a sentence on each setting that is given and changes what a job does, but is not played."""
-    config, all_changes = scenario.config, "the mean time between all changes of the trace"
+    config, mean = scenario.config, "the mean time between failures of the trace"
     why = {
-        "mtbf_s": f"plans go by {all_changes}",
-        "horizon_s": f"plans are scored to four times {all_changes}",
+        "mtbf_s": f"plans go by {mean}",
+        "horizon_s": f"plans are scored to four times {mean}",
         "rebalance": "no GPU of a trace is slow",
         "sequence_balance": "all microbatches of a trace cost the same",
         "inject": "what fails is in the trace",
@@ -284,14 +284,21 @@ def plot(trace: FailureTrace, played: Sequence[Played], path: str) -> None:
         figures = import_module("matplotlib.figure")  # by name: optional, and nothing else here may draw
     except ImportError as error:
         raise ConfigError("--png needs matplotlib: pip install odyssey-megatron[report].") from error
-    figure = figures.Figure(figsize=(10, 5), layout="constrained")
+    figure = figures.Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots()
-    for one in played:
+    for at, one in enumerate(played):
         times = [since / 3600 for since, _, _ in one.history] + [trace.duration_s / 3600]
         rates = [rate for _, rate, _ in one.history]
-        axes.step(times, [*rates, rates[-1]], where="post", label=f"{one.system} ({one.tokens_per_s:,.0f})")
+        axes.step(
+            times,
+            [*rates, rates[-1]],
+            where="post",
+            label=f"{one.system} ({one.tokens_per_s:,.0f})",
+            color=f"C{at % 10}",  # there are ten colours, and more systems
+            linestyle=("-", "--", ":")[at // 10 % 3],
+        )
     axes.set(xlabel="hours", ylabel="tokens per second", title=trace.name, ylim=(0, None))
-    axes.legend(title="average tokens/s", fontsize="small")
+    figure.legend(title="average tokens/s", fontsize="small", loc="outside right upper")
     try:
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:

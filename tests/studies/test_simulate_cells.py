@@ -37,9 +37,19 @@ def play(capsys, tmp_path):
     return played
 
 
+def changes(played) -> list[tuple[float, float]]:
+    """(since, tokens per second once it trains again), of the start and of each change, after which it stands still."""
+    history = played["history"]
+    assert not any(rate for _, rate, _ in history[1::2])
+    return [
+        (still[0], trains[1])
+        for still, trains in zip([history[0], *history[1::2]], history[::2], strict=True)
+    ]
+
+
 def test_what_is_left_of_a_cell_trains_until_it_is_whole_again(play, capsys):
     found, notes = play("--odyssey-respawn", "1", "--start-s", "50")
-    times, rates, _ = zip(*found["odyssey"]["history"], strict=True)
+    times, rates = zip(*changes(found["odyssey"]), strict=True)
     step_s = TOKENS / rates[0]
     assert times == pytest.approx(
         (0, BROKEN, BROKEN + 100 + 4 * step_s, REPAIRED, REPAIRED + 50 + 4 * step_s)
@@ -53,7 +63,17 @@ def test_what_is_left_of_a_cell_trains_until_it_is_whole_again(play, capsys):
     assert found["odyssey"]["tokens_per_s"] < max(rates)
     assert "goes on with 2, 1 GPUs, 2 start(s) of 50 s" in notes
     # The step is that of odyssey plan.
-    asked = ["--kill", "0:1", "--odyssey-respawn", "1", "--mtbf-s", "20000", "--horizon-s", "80000", "--json"]
+    asked = [
+        "--kill",
+        "0:1",
+        "--odyssey-respawn",
+        "1",
+        "--mtbf-s",
+        "40000",
+        "--horizon-s",
+        "160000",
+        "--json",
+    ]
     assert main_plan([*TP4, *asked]) == 0
     plan = json.loads(capsys.readouterr().out)["smaller"]
     assert plan["sizes"] == {"0": 2}
@@ -71,7 +91,7 @@ def test_flags_ask_for_it_and_against_it(play):
         assert not any(one["smaller"] for name, one in off.items() if name != "resihp")
         assert "odyssey, shrink off" not in off
     more, _ = play("--odyssey-respawn", "3")
-    assert more["odyssey"]["history"][2][0] > BROKEN + 400
+    assert changes(more["odyssey"])[2][0] > BROKEN + 400
 
 
 def test_why_cells_stand_by_is_said_as_by_plan(play):
@@ -84,7 +104,7 @@ def test_why_cells_stand_by_is_said_as_by_plan(play):
 def test_a_node_takes_its_cells(play):
     found, _ = play("--odyssey-respawn", "1", trace="1000 kill 1:*\n20000 join 1:*\n40000 end")
     assert found["odyssey"]["smaller"] == found["resihp"]["smaller"] == 0
-    assert [since for since, _, _ in found["odyssey"]["history"]] == [0, 1000, 20000]
+    assert [since for since, _ in changes(found["odyssey"])] == [0, 1000, 20000]
 
 
 def test_other_systems_lose_the_cell_and_resihp_half_of_it(play):
@@ -92,10 +112,9 @@ def test_other_systems_lose_the_cell_and_resihp_half_of_it(play):
     trace = "1000 kill 0:0\n2000 kill 0:2\n3000 kill 0:1\n20000 join 0:*\n40000 end"
     found, _ = play("--odyssey-shrink", "off", trace=trace)
     for name in ("recycle", "oobleck", "bamboo", "chameleon", "restart", "odyssey"):
-        assert [since for since, _, _ in found[name]["history"]] == [0, 1000, 20000], name
-    resihp = found["resihp"]["history"]
-    assert [since for since, _, _ in resihp] == [0, 1000, 3000, 20000]  # 4, 2, 1, and 4 GPUs again
-    rates = [rate for _, rate, _ in resihp]
+        assert [since for since, _ in changes(found[name])] == [0, 1000, 20000], name
+    times, rates = zip(*changes(found["resihp"]), strict=True)
+    assert times == (0, 1000, 3000, 20000)  # 4, 2, 1, and 4 GPUs again
     assert rates[0] == rates[3] >= rates[1] >= rates[2] >= rates[0] * 6 / 8
     assert found["resihp"]["smaller"] == 2
 

@@ -21,6 +21,7 @@ from odyssey_megatron.studies.baselines import (
     World,
     fits,
     one_f_one_b_step_s,
+    stopped,
 )
 from odyssey_megatron.studies.cells import CellsChange
 from odyssey_megatron.studies.chameleon import Chameleon
@@ -36,7 +37,7 @@ from odyssey_megatron.studies.trace import (
     read_trace,
     with_repairs,
 )
-from odyssey_megatron.studies.traceplay import SYSTEMS, main_simulate
+from odyssey_megatron.studies.traceplay import SYSTEMS, main_simulate, plot
 from odyssey_megatron.studies.whatif import main_plan
 from tests.plan.samples import uniform_costs
 from tests.plan.test_generate import pipelines
@@ -99,7 +100,9 @@ def test_traces():
     assert [change.t_s for change in trace.changes] == [600.0, 1200.0, 1800.0, 2400.0]
     assert len({change.died for change in trace.changes}) == 4
     assert trace == monotone(range(8), 600.0, 4)
+    assert trace.mtbf_s == 600.0
     random = with_repairs(range(8), mtbf_s=1000.0, repair_s=2000.0, duration_s=50_000.0, seed=3)
+    assert random.mtbf_s == 1000.0
     up = set(range(8))
     for change in random.changes:
         assert set(change.died) <= up
@@ -127,7 +130,7 @@ def test_traces():
         ClusterChange(t_s=5.0, died=(2, 4)),
         ClusterChange(t_s=5.0, joined=(4,)),
     )
-    assert at_once.mtbf_s == 7.0 / 4
+    assert at_once.mtbf_s == 7.0 / 2
 
 
 def test_random_failures_may_take_whole_nodes():
@@ -324,6 +327,46 @@ def test_a_restart_costs_all_the_same():
     assert list(still_s.values()) == pytest.approx([WORLD.profile.restart_s] * len(still_s))
 
 
+@pytest.mark.parametrize(
+    "change", [ClusterChange(t_s=10_010.0, died=(3,)), ClusterChange(t_s=10_010.0, joined=(0,))]
+)
+def test_no_change_ends_a_restart(change):
+    """Nobody trains sooner for one more loss, or for a repair."""
+    world, lost = replace(WORLD, workers=tuple(range(12))), deaths((1e4, (0, 1, 2)))
+    both = replace(lost, changes=(*lost.changes, change))
+    alone, found = ({one.system: one for one in compare(SYSTEMS, world, trace)} for trace in (lost, both))
+    restarted = [one for one in alone.values() if one.restarts]
+    assert len(restarted) > 5
+    for one in restarted:
+        assert found[one.system].downtime_s >= WORLD.profile.restart_s, one.system
+
+
+def test_a_restart_begins_as_a_job_does():
+    """On the whole pipelines of whoever lives, under ``--odyssey-layout auto`` with the best layout of these."""
+    alive, restarted = (1, 2, 3, 5, 6, 7, 9, 10, 11), []
+    for config in (OdysseyConfig(), OdysseyConfig(layout="auto")):
+        one, of_eight = Odyssey(config), Odyssey(config).start(WORLD)
+        one.start(replace(WORLD, workers=tuple(range(12))))
+        change = CellsChange(t_s=1.0, alive=alive, lost=False)
+        after = one.go_on(replace(WORLD, workers=tuple(range(12))), stopped("too few workers"), change)
+        assert after.restarted
+        assert after.layout.workers == alive[:8]
+        assert after.step_s == pytest.approx(of_eight.step_s)
+        restarted.append(after.step_s)
+    assert restarted[1] < 0.99 * restarted[0]
+
+
+def test_nothing_is_trained_while_it_stands_still():
+    (played,) = compare((Restart,), WORLD, deaths((1e4, (5,)), (1.2e4, (0, 1, 2, 3, 4, 6, 7))))
+    slow, (healthy, *_) = 1000 / (19 * 6.0), [rate for _, rate, _ in played.history]
+    assert [one[:2] for one in played.history] == [
+        (0.0, healthy),
+        (1e4, 0.0),
+        (1e4 + WORLD.profile.restart_s, pytest.approx(slow)),
+        (1.2e4, 0.0),
+    ]
+
+
 @pytest.mark.parametrize("later_s", [10.0, 5000.0], ids=["while it restarts", "later"])
 def test_the_loss_of_idle_workers_is_no_restart(later_s):
     (alone,) = compare((Restart,), WORLD, deaths((1e4, (5,))))
@@ -351,11 +394,11 @@ def test_every_system_trains_on_and_none_faster_than_its_workers(system):
     changes = tuple(ClusterChange(t_s=1e4 * (i + 1), died=(dead,)) for i, dead in enumerate((5, 0, 3, 6)))
     trace = FailureTrace(name="half", changes=changes, duration_s=5e4, mtbf_s=1e4)
     (played,) = compare((system,), WORLD, trace)
-    assert [since for since, _, _ in played.history] == [0.0, 1e4, 2e4, 3e4, 4e4]
-    for alive, (_, rate, _) in zip((8, 7, 6, 5, 4), played.history, strict=True):
+    rates = [rate for _, rate, _ in played.history if rate]
+    assert [since for since, _, _ in played.history if not since % 1e4] == [0.0, 1e4, 2e4, 3e4, 4e4]
+    for alive, rate in zip((8, 7, 6, 5, 4), rates, strict=True):
         assert 1000 / (19 * 6.0) <= rate * (1 + 1e-9)
         assert rate <= 1000 * alive / WORK_S
-    rates = [rate for _, rate, _ in played.history]
     mean = sum(rates) / len(rates)
     assert mean - played.downtime_s * max(rates) / 5e4 <= played.tokens_per_s <= mean
 
@@ -367,9 +410,20 @@ def test_odyssey_is_never_below_one_policy_and_uses_repaired_workers():
     assert rates["auto"] >= 0.999 * max(rates.values())
     back = (ClusterChange(t_s=10.0, died=(1,)), ClusterChange(t_s=9000.0, joined=(1,)))
     played = play(Odyssey(), WORLD, replace(trace, changes=back))
-    healthy, broken, repaired = (rate for _, rate, _ in played.history)
+    healthy, broken, repaired = (rate for _, rate, _ in played.history if rate)
     assert broken < repaired
     assert repaired >= healthy
+
+
+def test_no_two_systems_are_drawn_alike_and_none_trains_in_its_pauses(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *_, **__: drawn.append(self))
+    trace = deaths((1e4, (0, 1)))
+    plot(trace, compare(SYSTEMS, WORLD, trace), str(tmp_path / "rates.png"))
+    (axes,) = drawn[0].axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == len(SYSTEMS) > 10
+    assert all(0.0 in line.get_ydata() for line in axes.lines)
+    assert axes.get_legend() is None  # it is beside the lines, and hides none
 
 
 def test_command(capsys, tmp_path):
