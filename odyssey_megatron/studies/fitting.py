@@ -24,6 +24,10 @@ them. Between runs a line is within a few percent; beyond them it is a guess (``
 """
 
 
+_ROUNDED = 1e-9
+"""A fixed part below this share of the mean time is what rounding has left."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkTime:
     """The time of one kind of work as a linear function of its FLOPs."""
@@ -54,6 +58,7 @@ def line_through(points: Sequence[Point]) -> WorkTime:
     unit_s, unit = (sum(map(itemgetter(at), found)) / len(found) for at in (1, 0))
     rows = [[unit_s / seconds, flops / unit * (unit_s / seconds)] for flops, seconds in found]
     fixed, each = least_squares(rows, [1.0] * len(rows), [1.0] * len(rows), [0.0, 1.0])
+    fixed = fixed if fixed > _ROUNDED else 0.0
     return WorkTime(fixed_s=fixed * unit_s, flops_per_s=unit / (each * unit_s) if each > 0 else math.inf)
 
 
@@ -67,7 +72,8 @@ class Fitted:
     runs: tuple[Profile, ...]
 
     def profile(self, estimate: Profile) -> Profile:
-        """Return ``estimate``, for a model on any accelerator, with the times, links and memory of the runs.
+        """Return ``estimate``, for a model on any accelerator, with the times, links and memory of the runs; with its
+        own memory if no run knows any, as on CPUs.
 
         Its optimizer is as fast for a byte of state as in the median run, and an agreement takes as long as in any.
 
@@ -75,13 +81,14 @@ class Fitted:
         """
         inner = len(estimate.costs.layers) - 2
         works = (self.embedding, *(self.layer,) * inner, self.head)
-        link, memory = self._link.costs, [one.costs.gpu_bytes for one in self.runs]
+        link = self._link.costs
+        memory = [size for one in self.runs if (size := one.costs.gpu_bytes) is not None]
         costs = replace(
             estimate.costs,
             layers=tuple(map(_timed, estimate.costs.layers, works, estimate.operations)),
             link_latency_s=link.link_latency_s,
             link_bytes_per_s=link.link_bytes_per_s,
-            memory_bytes=min((one for one in memory if one is not None), default=None),
+            memory_bytes=min(memory, default=estimate.costs.gpu_bytes),
             agreement_s=max(one.costs.agreement_s for one in self.runs),
             optimizer_s_per_byte=statistics.median(one.costs.optimizer_s_per_byte for one in self.runs),
         ).with_room(estimate.costs.run_again_bytes)

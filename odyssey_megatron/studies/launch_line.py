@@ -28,6 +28,7 @@ from odyssey_megatron.upstream.chunks import chunks_of
 _SIZE = Between(1, 10**9, whole=True)
 _WORDS = 128_256
 """Size of a vocabulary that is not known: Llama 3's."""
+_IN_BF16 = "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"
 _PRESUMED = "how many words the tokenizer has is not known, so that {:,} are presumed: --vocab-size says it"
 _GPT2_WORDS = 50_257
 """Size of GPT-2's vocabulary, which is the usual one that has a file of merges."""
@@ -74,6 +75,8 @@ class LaunchLine:
     """Destination -> value of its flags."""
     notes: tuple[str, ...] = ()
     """Sentences on what of the launch line is not in the plan."""
+    of_estimate: tuple[str, ...] = ()
+    """Sentences on what its costs rest on where they are estimated."""
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -146,6 +149,7 @@ def read(
         or 1,
         config=config,
         given=vars(args),
+        of_estimate=() if any(map(line.has, ("bf16", "fp16", "fp8"))) else (_IN_BF16,),
         notes=tuple(_notes(line, unknown, [one.named(parser) for one in refusals.refused(args, parser)])),
     )
 
@@ -267,10 +271,6 @@ def _notes(line: _Line, unknown: Sequence[str], refused: Sequence[str]) -> list[
         )
     notes += [f"a job would refuse {one}: odyssey doctor says why" for one in refused]
     notes += [_PRESUMED.format(_presumed(line))] * bool(_presumed(line))
-    if not any(map(line.has, ("bf16", "fp16", "fp8"))):
-        notes.append(
-            "products take what they take in bf16, though the launch line has neither --bf16 nor --fp16"
-        )
     if line.text("recompute_method") == "block":
         notes.append(
             "--recompute-method block counts the layers of each model chunk, and here those of stages are counted: "

@@ -242,6 +242,7 @@ def _costs(
     estimate = _estimated(line, device, cell, gpus)
     if not options.fit:
         told = (
+            *line.of_estimate,
             _source(estimate, _exchange_share(estimate, device)),
             *_of_rack(device, options.accelerator, gpus),
         )

@@ -90,6 +90,17 @@ def test_a_run_of_one_model_predicts_another_one_better_than_presets_do(tmp_path
     ], "what the model has, the runs do not change"
 
 
+def test_where_no_run_knows_its_memory_that_of_the_accelerator_counts(tmp_path):
+    """A job on CPUs has no limit, and says nothing of a GPU's."""
+    on_cpus, on_gpus = (measured(preset_profile("llama2-7b", "h100")) for _ in range(2))
+    on_cpus = replace(on_cpus, costs=replace(on_cpus.costs, memory_bytes=None))
+    runs = [run_folder(tmp_path, name, one) for name, one in (("cpus", on_cpus), ("gpus", on_gpus))]
+    plain = preset_profile("llama2-13b", "h100")
+    for estimate in (plain, replace(plain, costs=plain.costs.with_room(2**30))):
+        assert fitted(runs[:1]).profile(estimate).costs.memory_bytes == estimate.costs.memory_bytes
+    assert fitted(runs).profile(plain).costs.memory_bytes == 60 * 2**30
+
+
 def test_layers_of_two_sizes_show_what_one_takes_whatever_its_size(tmp_path):
     small = Model(
         num_layers=16, hidden_size=1024, ffn_hidden_size=2816, attention=AttentionShape.grouped(1024, 16, 16, 64),
@@ -119,6 +130,7 @@ def test_a_line():
     assert (line.fixed_s, line.flops_per_s) == (pytest.approx(0.001, rel=0.02), pytest.approx(5e14, rel=0.01))
     noise = line_through([(1.00e12, 0.0031), (1.01e12, 0.0030)])
     assert noise.fixed_s < 1e-3, "two of about one size say nothing of it"
+    assert line_through([(40400453542.77067, 0.0013301701225112484)] * 2).fixed_s == 0.0, "rounding"
     falling = line_through([(1e12, 0.009), (4e12, 0.003)])
     assert falling.fixed_s >= 0 < falling.flops_per_s
     assert line_through([]).time_s(1e12) == line_through([(0.0, 1.0), (1.0, 0.0)]).time_s(1e12) == 0.0
@@ -177,6 +189,14 @@ def test_plans_say_that_they_are_fitted(capsys, tmp_path):
     assert f"llama2-13b, as {run}" in text
     assert "note: costs are estimates, fitted to 1 run(s) with 200 measured microbatches" in text
     assert "times more FLOPs" not in text
+    # What products take is measured, whatever the launch line says of them.
+    script = tmp_path / "train.sh"
+    sizes = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096"
+    sizes += " --pipeline-model-parallel-size 8"
+    script.write_text(f"torchrun --nproc-per-node 8 pretrain_gpt.py {sizes} --padded-vocab-size 32000")
+    for given in ([], ["--fit", run], ["--profile", run]):
+        assert main_plan(["--job", str(script), *given, "--cluster", "1x8", "--width", "0"]) == 0
+        assert ("products take what they take in bf16" in capsys.readouterr().out) == (not given)
     step_s = float(re.search(r"before: initial, step ([\d.]+) ms", text)[1])
     assert main_plan(flags) == 0
     assert step_s > 1.5 * float(re.search(r"before: initial, step ([\d.]+) ms", capsys.readouterr().out)[1])

@@ -134,7 +134,7 @@ def test_what_cannot_be_read_is_said(flags, message):
 )
 def test_a_precision_whose_speed_is_not_counted_is_said(flags, notes):
     found = line(flags)
-    assert len([one for one in (*found.uncounted, *found.notes) if "in bf16" in one]) == notes
+    assert len([one for one in (*found.uncounted, *found.of_estimate) if "in bf16" in one]) == notes
 
 
 @pytest.mark.parametrize(("method", "notes"), [("uniform", 0), ("block", 1)])
