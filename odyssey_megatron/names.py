@@ -63,6 +63,12 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes:,} bytes"
 
 
+def about_size_text(size_bytes: int) -> str:
+    """Return a size as text, in GiB or, below one GiB, in MiB: ``71.6 GiB``, ``3.2 MiB``."""
+    is_large = size_bytes >= 2**30
+    return f"{size_bytes / (2**30 if is_large else 2**20):.1f} {'GiB' if is_large else 'MiB'}"
+
+
 def lengths_text(counts: Iterable[tuple[int, int]]) -> str:
     """Return the lengths of pipelines as text: ``8+8+7``, or ``125x8+3x7`` if there are many.
 

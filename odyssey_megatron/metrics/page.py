@@ -155,7 +155,15 @@ def _switches(run: Run) -> str:
     )
 
 
-_NUMBERS = {"#", "iteration", *RECOVERY_COLUMNS[7:], "step (ms)", "transition (ms)", "score (tokens)"}
+_NUMBERS = {
+    "#",
+    "iteration",
+    *RECOVERY_COLUMNS[7:],
+    "step (ms)",
+    "transition (ms)",
+    "score (tokens)",
+    "next loss",
+}
 """Columns that are aligned to the right."""
 
 
@@ -230,18 +238,19 @@ def _decision(number: int, decision: DecisionRecord) -> str:
 
 def candidates_table(candidates: Sequence[dict[str, Any]]) -> str:
     """Return a table of all candidates that were weighed."""
-    columns = ("candidate", "step (ms)", "transition (ms)", "score (tokens)", "why")
+    columns = ("candidate", "step (ms)", "transition (ms)", "score (tokens)", "next loss", "why")
     chosen = next((at for at, row in enumerate(candidates) if row.get("chosen")), None)
     return table(columns, map(_candidate, candidates), chosen)
 
 
 def _candidate(row: dict[str, Any]) -> tuple[str, ...]:
-    score = row.get("score")
+    score, next_loss = row.get("score"), row.get("next_loss")
     return (
         str(row.get("name", "")),
         milliseconds(row.get("step_s")),
         milliseconds(row.get("transition_s")),
         "–" if score is None else f"{score:,.0f}",
+        f"-{next_loss:,.0f}" if next_loss else "",
         str(row.get("reason", "")),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -125,14 +125,18 @@ def all_figures(run: Run, reference: Run | None) -> tuple[Picture, ...]:
     for number, recovery in enumerate(run.recoveries, 1):
         before, after = before_and_after(recovery, whole)
         if before and after and len(pictures) < 2 + _SCHEDULES:
-            pictures.append(_schedule_picture(number, recovery, before, after))
+            since = [row for row in run.recoveries[:number] if row.generation > before.generation]
+            dead = frozenset(rank for row in since for rank in row.dead)
+            pictures.append(_schedule_picture(number, recovery, before, after, dead))
     return tuple(pictures)
 
 
 def _schedule_picture(
-    number: int, recovery: RecoveryRecord, before: ExecutedStep, after: ExecutedStep
+    number: int, recovery: RecoveryRecord, before: ExecutedStep, after: ExecutedStep, dead: frozenset[int]
 ) -> Picture:
-    titled = [(f"{when}: {step_name(one.step)}", one) for when, one in (("before", before), ("after", after))]
+    titled = [
+        (f"{when}: {step_name(one.step)}", one, dead) for when, one in (("before", before), ("after", after))
+    ]
     return _picture(
         f"schedule_{number}",
         f"Schedule before and after failure {number} ({lost(recovery)}, {recovery.policy})",
@@ -297,17 +301,22 @@ def _mark_failures(
         )
 
 
-def schedule_picture(title: str, caption: str, titled: Sequence[tuple[str, ExecutedStep]]) -> Picture:
+Titled = tuple[str, ExecutedStep, frozenset[int]]
+"""(title, step, those that are dead by then)"""
+
+
+def schedule_picture(title: str, caption: str, titled: Sequence[Titled]) -> Picture:
     """Return a picture of steps that are not those of a run."""
     return _picture("schedule", title, caption, lambda theme: schedule_figure(titled, theme, of="worker"))
 
 
-def schedule_figure(titled: Sequence[tuple[str, ExecutedStep]], theme: Theme, *, of: str = "rank") -> Figure:
-    """Plot Gantt charts on one time scale, each with its title. What is gone since the first keeps a row.
+def schedule_figure(titled: Sequence[Titled], theme: Theme, *, of: str = "rank") -> Figure:
+    """Plot Gantt charts on one time scale, each with its title. What is gone since the first keeps a row: it is lost
+    if it is dead, or else idle.
 
     ``of`` says what a row is.
     """
-    named = [one.ranks for _, one in titled]
+    named = [one.ranks for _, one, _ in titled]
     struck = tuple(rank for rank in named[0] if any(rank not in ranks for ranks in named[1:]))
     rows = []
     for ranks in named:
@@ -316,15 +325,16 @@ def schedule_figure(titled: Sequence[tuple[str, ExecutedStep]], theme: Theme, *,
     heights = [len(shown) + len(gone) for shown, gone in rows]
     figure = Figure(figsize=(13, 0.8 + 0.4 * len(titled) + 0.34 * sum(heights)), layout="constrained")
     panels = figure.subplots(len(titled), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    end_ms = 1e3 * max(executed.end_s for _, executed in titled)
-    for axes, (title, executed), ranks, (shown, gone) in zip(panels, titled, named, rows, strict=True):
-        _gantt(axes, executed, (*shown, *gone), gone, end_ms, theme, of)
+    end_ms = 1e3 * max(executed.end_s for _, executed, _ in titled)
+    for axes, (title, executed, dead), ranks, (shown, gone) in zip(panels, titled, named, rows, strict=True):
+        states = {rank: "lost" if rank in dead else "idle" for rank in gone}
+        _gantt(axes, executed, (*shown, *gone), states, end_ms, theme, of)
         workers = f"{len(ranks)} workers" + (f", {len(shown)} shown" if len(shown) < len(ranks) else "")
         title = f"{title}, {workers}, {milliseconds(executed.end_s)} ms"
         # y says that nothing is above the plot; otherwise each pass would measure all ticks to find that out.
         axes.set_title(title, loc="left", y=1.0, fontsize=10, fontweight="bold", color=theme.ink)
     panels[-1].set_xlabel("time in the step (ms)")
-    present = {box.kind for _, executed in titled for box in executed.boxes}
+    present = {box.kind for _, executed, _ in titled for box in executed.boxes}
     handles = [
         Patch(color=KIND_COLOURS[kind], label=KIND_NAMES[kind]) for kind in KIND_NAMES if kind in present
     ]
@@ -343,17 +353,18 @@ def _gantt(
     axes: Any,
     executed: ExecutedStep,
     rows: tuple[int, ...],
-    lost_ranks: tuple[int, ...],
+    gone: Mapping[int, str],
     end_ms: float,
     theme: Theme,
     of: str,
 ) -> None:
-    """Draw one row for each worker, the first on top; a lost worker keeps an empty row at the bottom."""
+    """Draw one row for each worker, the first on top; one that is ``gone`` keeps a row that says why."""
     for y, rank in enumerate(rows):
-        if rank in lost_ranks:
-            axes.axhspan(y - 0.4, y + 0.4, color=theme.failure, alpha=0.13, linewidth=0)
-            axes.text(end_ms / 2, y, "lost", ha="center", va="center", color=theme.failure, fontsize=8.5)
-    place = {rank: y for y, rank in enumerate(rows) if rank not in lost_ranks}
+        if rank in gone:
+            colour = theme.failure if gone[rank] == "lost" else theme.muted
+            axes.axhspan(y - 0.4, y + 0.4, color=colour, alpha=0.13, linewidth=0)
+            axes.text(end_ms / 2, y, gone[rank], ha="center", va="center", color=colour, fontsize=8.5)
+    place = {rank: y for y, rank in enumerate(rows) if rank not in gone}
     _draw_boxes(axes, [(place[box.rank], box) for box in executed.boxes if box.rank in place], end_ms, theme)
     axes.set_yticks(range(len(rows)), [_row_label(executed, rank, of) for rank in rows], fontsize=8.5)
     # There is no label; its place would be sought among hundreds of ticks.

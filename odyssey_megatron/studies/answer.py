@@ -93,10 +93,17 @@ class WhatIf:
         needs = Needs(plan.layout, plan.transfers, planned)
         return communicators(needs, self.scenario.job.cell(0), previous, self.scenario.state.nodes)
 
+    def dead(self, plan: Plan) -> frozenset[int]:
+        """Return the workers that are dead while ``plan`` is carried out."""
+        return frozenset(self.scenario.state.alive).difference(self._state(plan).alive)
+
+    def _state(self, plan: Plan) -> ClusterState:
+        if self.smaller and plan is self.smaller.plan:
+            return self.smaller.state
+        return self.state if plan is self.plan else self.scenario.state
+
     def timeline(self, plan: Plan) -> Timeline:
         """Return the timeline of one step; slow workers are slow in it once they are planned for."""
-        state = self.state if plan is self.plan else self.scenario.state
-        if self.smaller and plan is self.smaller.plan:
-            state = self.smaller.state
+        state = self._state(plan)
         costs = in_cluster(self.scenario.profile, state).costs
         return simulate(plan.schedule, plan.layout, costs, worker_speeds(state))

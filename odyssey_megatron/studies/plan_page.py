@@ -17,11 +17,12 @@ from odyssey_megatron.metrics.page import (
     table,
 )
 from odyssey_megatron.metrics.traces import planned_step
+from odyssey_megatron.names import about_size_text
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.plan.sending.generation import CandidateRow
 from odyssey_megatron.studies import plan_text
 from odyssey_megatron.studies.answer import WhatIf
-from odyssey_megatron.studies.presets import GIB
+from odyssey_megatron.studies.scenario import Scenario
 
 _STEPS_OF_HEAT = 5
 _MOST_BOXES = 60_000
@@ -42,9 +43,9 @@ def html(answer: WhatIf) -> str:
         *(
             section(
                 f"Layout {name}",
-                "A row is a pipeline, a box one of its workers: its layers (E embedding, H head), and what it keeps at "
-                "most, in GiB; the warmer, the fuller.",
-                _layout(plan, scenario.profile.costs.memory_bytes, answer.sizes(plan)),
+                "A row is a pipeline, a box one of its workers: its layers there (E embedding, H head), and what it "
+                "keeps at most, for all pipelines that it is in; the warmer, the fuller.",
+                _layout(plan, scenario, answer.sizes(plan)),
             )
             for name, plan in shown
         ),
@@ -106,17 +107,18 @@ def _next(answer: WhatIf) -> str:
 
 
 def _facts(answer: WhatIf) -> str:
-    before, after, tokens = answer.before, answer.plan, answer.scenario.job.tokens_per_step
+    before, (after, _), tokens = answer.before, answer.lasting, answer.scenario.job.tokens_per_step
     facts = [
         (f"{before.step_s:.3g} s", "a step", ""),
         (f"{tokens / before.step_s:,.0f}", "tokens a second", ""),
-        (f"{max(size for _, size in before.peak_bytes) / GIB:.1f} GiB", "the fullest GPU", ""),
+        (about_size_text(max(size for _, size in before.peak_bytes)), "the fullest GPU", ""),
     ]
     if answer.decision:
         share = before.step_s / after.step_s
+        with_rest = "" if after is answer.plan else ", with what is left of cells"
         facts += [
             (f"{after.step_s:.3g} s", f"a step behind it: {after.policy}", ""),
-            (f"{share:.1%}", "of the throughput stays", "good" if share >= 0.9 else "bad"),
+            (f"{share:.1%}", f"of the throughput stays{with_rest}", "good" if share >= 0.9 else "bad"),
         ]
     if answer.ends:
         return fact_row([*facts, ("ends", "the job, with this loss", "bad")])
@@ -129,23 +131,26 @@ def _facts(answer: WhatIf) -> str:
     return fact_row(facts)
 
 
-def _layout(plan: Plan, memory_bytes: int | None, sizes: Mapping[int, int]) -> str:
+def _layout(plan: Plan, scenario: Scenario, sizes: Mapping[int, int]) -> str:
     """Return a table of the plan's pipelines: the routes of microbatches, each with the number of microbatches that
     take it. ``sizes``: the number of GPUs of workers that have lost some.
     """
-    peaks, total = dict(plan.peak_bytes), plan.layout.num_layers
-    most = memory_bytes or max(peaks.values())
+    peaks, lanes = dict(plan.peak_bytes), scenario.job.cell(0).lanes
+    most = scenario.profile.costs.memory_bytes or max(peaks.values())
     ways: dict[tuple[tuple[int, int, int], ...], int] = {}
     for route in plan.layout.routes:
         way = tuple((hop.worker, hop.first, hop.last) for hop in route.hops)
-        ways[way] = ways.get(way, 0) + len(route.microbatches)
+        ways[way] = ways.get(way, 0) + len(route.microbatches) * lanes
     rows = []
     for way, count in sorted(ways.items()):
+        spans: dict[int, list[str]] = {}
+        for worker, first, last in way:  # where routes turn, a worker has several
+            spans.setdefault(worker, []).append(pieces.short_span(first, last, plan.layout.num_layers))
         cells = "".join(
-            f'<td class="h{int(peaks[worker] / most * _STEPS_OF_HEAT)}" title="worker {worker}">'
-            f"{escape(pieces.short_span(first, last, total))}<br>{peaks[worker] / GIB:.1f}"
+            f'<td class="h{int(peaks[worker] / most * _STEPS_OF_HEAT)}">worker {worker}<br>'
+            f"{escape(', '.join(layers))}<br>{about_size_text(peaks[worker])}"
             f"{f'<br>{sizes[worker]} GPUs' if worker in sizes else ''}</td>"
-            for worker, first, last in way
+            for worker, layers in spans.items()
         )
         rows.append(f"<tr><th>{count} microbatches</th>{cells}</tr>")
     return f'<table class="map">{"".join(rows)}</table>'
@@ -155,8 +160,10 @@ def _schedules(answer: WhatIf, shown: Sequence[tuple[str, Plan]]) -> str:
     # Imported here, so that plans can be made, and printed, without matplotlib.
     from odyssey_megatron.metrics.plots import schedule_picture
 
-    drawn = [(name, planned_step(plan.schedule, answer.timeline(plan))) for name, plan in shown]
-    count = sum(len(one.boxes) for _, one in drawn)
+    drawn = [
+        (name, planned_step(plan.schedule, answer.timeline(plan)), answer.dead(plan)) for name, plan in shown
+    ]
+    count = sum(len(one.boxes) for _, one, _ in drawn)
     if count > _MOST_BOXES:
         return section("Schedule", "", f"<p>{count:,} instructions are too many for a picture.</p>")
     return figure(

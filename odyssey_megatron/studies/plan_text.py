@@ -6,6 +6,7 @@ import json
 
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.metrics.run import text_table
+from odyssey_megatron.names import about_size_text
 from odyssey_megatron.plan.checking.render import render
 from odyssey_megatron.plan.placing.spread import on_one_node
 from odyssey_megatron.plan.plan import Plan
@@ -15,7 +16,6 @@ from odyssey_megatron.policy.table import candidates_table
 from odyssey_megatron.policy.two_speed import TwoSpeed
 from odyssey_megatron.studies.answer import WhatIf
 from odyssey_megatron.studies.losses import NextLoss, alone
-from odyssey_megatron.studies.presets import GIB
 from odyssey_megatron.studies.scenario import Scenario
 from odyssey_megatron.studies.suggested import WORTH, names_of
 
@@ -91,12 +91,12 @@ def nodes_and_gpus(scenario: Scenario) -> str:
 
 def summary(name: str, plan: Plan, scenario: Scenario) -> str:
     """Return a line on a plan."""
-    fullest, costs = max(size for _, size in plan.peak_bytes) / GIB, scenario.profile.costs
+    fullest, costs = max(size for _, size in plan.peak_bytes), scenario.profile.costs
     end_s = ending_s(plan.layout, buckets(plan.layout, costs), costs)
     return (
         f"{name}: {plan.policy}, step {plan.step_s * 1e3:.1f} ms ({max(0.0, plan.step_s / plan.bound_s - 1):.1%} above "
         f"its layout's bound; {end_s * 1e3:.1f} ms of it until all have stepped their optimizers), "
-        f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest GPU {fullest:.1f} GiB"
+        f"{scenario.job.tokens_per_step / plan.step_s:,.0f} tokens/s, fullest GPU {about_size_text(fullest)}"
     )
 
 
@@ -174,7 +174,9 @@ def _smaller_lines(answer: WhatIf, width: int) -> list[str]:
 def leaner_text(answer: WhatIf) -> str:
     """Return a line on what less memory would cost."""
     found = answer.leaner
-    steps = (f"{share * 100:g}: {step_s * 1e3:.1f} ms, {size / GIB:.1f} GiB" for share, step_s, size in found)
+    steps = (
+        f"{share * 100:g}: {step_s * 1e3:.1f} ms, {about_size_text(size)}" for share, step_s, size in found
+    )
     return f"memory for speed, by --odyssey-slower-for-memory-percent: {'; '.join(steps)}"
 
 

@@ -18,7 +18,7 @@ def executed(workers: int, microbatches: tuple[int, ...]) -> ExecutedStep:
 
 def artists(workers: int, microbatches: tuple[int, ...]) -> tuple[int, int, int]:
     """The collections and texts of the plot, and the boxes and numbers that they draw."""
-    axes = schedule_figure([("a step", executed(workers, microbatches))], LIGHT).axes[0]
+    axes = schedule_figure([("a step", executed(workers, microbatches), frozenset())], LIGHT).axes[0]
     drawn = sum(len(one.get_paths()) for one in axes.collections)
     return len(axes.collections), len(axes.texts), drawn
 
@@ -28,6 +28,13 @@ def test_artists_do_not_grow_with_what_is_drawn():
     few, many = artists(1, (0,)), artists(8, tuple(range(12)))
     assert few[:2] == many[:2]
     assert (few[2], many[2]) == (2 * 2, 2 * 2 * 8 * 12)  # a forward and a backward, each with its number
+
+
+def test_who_is_gone_is_lost_only_if_dead():
+    both, one = executed(3, (0,)), executed(1, (0,))
+    axes = schedule_figure([("before", both, frozenset()), ("after", one, frozenset({2}))], LIGHT).axes
+    assert not axes[0].texts
+    assert [text.get_text() for text in axes[1].texts] == ["idle", "lost"]
 
 
 @pytest.mark.parametrize("microbatches", [(-1,), (10**90,)])

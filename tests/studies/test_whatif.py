@@ -97,7 +97,18 @@ def test_what_is_left_of_cells_goes_on(capsys, tmp_path):
     assert re.search(rf"^then: replan, step {with_it.step_s * 1e3:.1f} ms", text, re.MULTILINE)
     page = tmp_path / "plan.html"
     assert main_plan([*flags, "--width", "0", "--html", str(page)]) == 0
-    before, _, then = page.read_text().partition("Layout with what is left of cells")
+    text = page.read_text()
+    before, _, then = text.partition("Layout with what is left of cells")
+    healthy = from_json(Plan, json.dumps(got["before"]))
+    assert (
+        f"<b>{healthy.step_s / with_it.step_s:.1%}</b><span>of the throughput stays, with what is left"
+        in text
+    )
+    # A microbatch of the plan is one for each rank of a gang.
+    rows = re.findall(
+        r"<th>(\d+) microbatches</th>", before.partition("Layout before")[2].partition("Layout after")[0]
+    )
+    assert sum(map(int, rows)) == int(re.search(r"(\d+) microbatches a step, 8 at a time", text)[1])
     assert "<br>7 GPUs</td>" in then
     assert "<br>7 GPUs</td>" not in before
 
@@ -311,35 +322,6 @@ def test_nodes_that_hold_all_of_a_layer_are_named(capsys, slices):
     assert "of any one node is survived" not in text
     assert main_plan("--cluster 8x2 --pipeline-model-parallel-size 4 --width 0".split()) == 0
     assert "no layer has all its holders on one" in capsys.readouterr().out
-
-
-def test_the_page_has_everything(capsys, tmp_path):
-    page = tmp_path / "plan.html"
-    flags = f"--cluster 1x8 --model llama3-8b --accelerator b200 --width 0 --kill 0:3 --html {page}"
-    assert main_plan(flags.split()) == 0
-    text = page.read_text()
-    said = ("No layout over the living workers", "Throughput after / before")
-    for found in (
-        "Layout before",
-        "Layout after",
-        "What was weighed",
-        "The next loss",
-        "<picture>",
-        "E 1–8",
-        *said,
-    ):
-        assert found in text
-    assert "://" not in text, "nothing is loaded from elsewhere"
-    assert "What was weighed for the start" not in text, "there was no choice"
-
-
-def test_the_page_has_what_was_weighed_for_the_start(capsys, tmp_path):
-    page = tmp_path / "plan.html"
-    flags = "--cluster 1x4 --model llama3-8b --accelerator b200 --odyssey-layout auto --width 0 --html"
-    assert main_plan([*flags.split(), str(page)]) == 0
-    text = page.read_text()
-    assert "What was weighed for the start" in text
-    assert "launch line" in text.partition("What was weighed for the start")[2]
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
