@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from odyssey_megatron.errors import ConfigError
-from odyssey_megatron.mcore.loop import attempts, deleting, saving
+from odyssey_megatron.mcore.loop import attempts, deleting, saving, tracker
 from tests.mcore.test_saving import args_of, forget, names, track, written
 
 SAVES = """
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_a_death_has_left_in_its_place_is_the_latest(tmp_path,
     track(tmp_path, str(latest))
     saving.begin(put)  # another attempt
     assert saving.finish(9)
-    assert saving.tracked(tmp_path) == put.name
+    assert tracker.tracked(tmp_path) == put.name
     assert attempts.noted.latest_before == "iter_0000006"
 
 
@@ -131,7 +131,7 @@ def test_another_checkpoint_is_not_taken_for_what_is_saved(tmp_path, put, why):
             attempts.noted.begin(tmp_path / "other", "")
             attempts.noted.begin(put, "iter_0000006")
     assert not saving.finish(9)
-    assert saving.tracked(tmp_path) == "iter_0000006"
+    assert tracker.tracked(tmp_path) == "iter_0000006"
 
 
 def test_what_a_failed_save_has_put_in_place_goes_and_what_was_there_stays(tmp_path, put):

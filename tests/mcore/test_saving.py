@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from torch.distributed import checkpoint as dcp  # noqa: E402
 
 from odyssey_megatron.errors import ConfigError, OdysseyError  # noqa: E402
-from odyssey_megatron.mcore.loop import background, deleting, saving  # noqa: E402
+from odyssey_megatron.mcore.loop import attempts, background, deleting, saving, tracker  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("save_and_die.py")
 
@@ -86,7 +86,7 @@ def test_what_is_missing_in_a_checkpoint_is_found(tmp_path, what):
 
 
 def track(folder, text):
-    with saving.open_file(open, folder / "latest_checkpointed_iteration.txt", "w") as file:
+    with tracker.open_file(open, folder / "latest_checkpointed_iteration.txt", "w") as file:
         file.write(text)
 
 
@@ -97,7 +97,7 @@ def names(folder):
 def test_the_tracker_file_is_replaced_as_a_whole(tmp_path):
     track(tmp_path, "2")
     path = tmp_path / "latest_checkpointed_iteration.txt"
-    with saving.open_file(open, path, "w") as file:
+    with tracker.open_file(open, path, "w") as file:
         file.write("4")
         file.flush()
         assert path.read_text() == "2"
@@ -210,15 +210,15 @@ def test_the_latest_checkpoint_is_there_after_a_death_between_two_renames(tmp_pa
 
 def test_a_rank_that_was_cut_off_meanwhile_leaves_what_the_others_have_saved(tmp_path, monkeypatch):
     """While it waits for its disk the others count it as lost, sweep up what it has written, and save again."""
-    folder, waits = tmp_path / "iter_0000004", saving._sync
+    folder, waits = tmp_path / "iter_0000004", attempts.sync
 
     def others_save(_):
-        monkeypatch.setattr(saving, "_sync", waits)
+        monkeypatch.setattr(attempts, "sync", waits)
         saving._sweep(folder)
         saving._put_in_place(written(tmp_path / ".odyssey-iter_0000004-2"), folder)
         track(tmp_path, "4")
 
-    monkeypatch.setattr(saving, "_sync", others_save)
+    monkeypatch.setattr(attempts, "sync", others_save)
     with pytest.raises(FileNotFoundError):
         saving._put_in_place(written(tmp_path / ".odyssey-iter_0000004-1"), folder)
     assert saving.damage(folder) == []
