@@ -67,6 +67,19 @@ def test_lengths_that_leave_too_few_workers_for_the_others_change_nothing(
     assert any(one.shares for one in found)
 
 
+def test_what_pipelines_can_do_does_not_depend_on_the_lengths_that_were_looked_at_before():
+    """Long ones have the best rate here, but seven pipelines of 13 workers cannot have them."""
+    found = []
+    for first in (1, 7):
+        search = Search(uniform_costs(8, ends=True, message_s=0.1), 26)
+        own = search.pipelines(13, search.splits.sorts.numbers([Slow(0.5)]), 26)
+        own.reach(first)
+        own.count(7, 8192, 1.0)
+        found.append([own.any(float(time_s)) for time_s in range(60, 200, 4)])
+    assert found[0] == found[1]
+    assert any(found[0])
+
+
 @pytest.mark.parametrize(("memory", "workers"), [(17, 5), (22, 6), (40, 6), (1000, 7)])
 def test_hardly_any_partition_is_better(memory, workers):
     """Every partition of the workers, with every way to share out the microbatches, scheduled."""

@@ -23,7 +23,7 @@ from odyssey_megatron.plan.scheduling.reductions import NO_TAIL, Tail, bucket_by
 from odyssey_megatron.plan.scheduling.tasks import Shape as Group
 from odyssey_megatron.policy.shapes import ways
 from odyssey_megatron.policy.shapes.bounds import Bounds, Rows
-from odyssey_megatron.policy.shapes.kinds import mixed
+from odyssey_megatron.policy.shapes.kinds import healthy_of, mixed
 from odyssey_megatron.policy.shapes.knapsack import packed
 from odyssey_megatron.policy.shapes.shares import SLACK
 from odyssey_megatron.policy.shapes.splits import Splits
@@ -105,16 +105,19 @@ class Pipelines:
         self._look_up_to(known._longest if known else 1)
 
     def reach(self, number: int) -> None:
-        """Look at all lengths that pipelines can have beside ``number`` - 1 others, of which each needs workers, too.
+        """Look at all lengths that pipelines can have beside ``number`` - 1 others."""
+        if (longest := self._longest_of(number)) > self._longest:
+            self._look_up_to(longest)
 
-        Where memory binds, these are few of all lengths, and the long ones take most of the time.
+    def _longest_of(self, number: int) -> int:
+        """Return the most healthy workers that a pipeline can have beside ``number`` - 1 others, which need some, too.
+
+        Where memory binds, these lengths are few of all, and the long ones take most of the time.
         """
         lengths = range(1, min(self.workers, self.splits.most_stages) + 1)
         shortest = next((one for one in lengths if self.splits.split(one) is not None), 0)
         healthy = max(0, number - 1 - len(self.slow))
-        longest = max(self.workers - healthy * shortest, ceil(self.workers / number))
-        if longest > self._longest:
-            self._look_up_to(longest)
+        return max(self.workers - healthy * shortest, ceil(self.workers / number))
 
     def _look_up_to(self, longest: int) -> None:
         """Look at all lengths up to ``longest``, and a slow worker more."""
@@ -198,7 +201,10 @@ class Pipelines:
 
     def any(self, time_s: float) -> list[tuple[int, int]] | None:
         """Return (kind, microbatches) of any pipelines that do all in ``time_s``, or None: a knapsack."""
-        most = self.most(time_s)
+        longest = self._longest_of(
+            self.number
+        )  # others would count in the best rate, as if there were such pipelines
+        most = {kind: count for kind, count in self.most(time_s).items() if healthy_of(kind) <= longest}
         found = packed(most, self.number, self.workers, self.slow, self.microbatches)
         return None if found is None else [(kind, most[kind]) for kind in found]
 
