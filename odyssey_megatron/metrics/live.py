@@ -136,7 +136,7 @@ def live(name: str, events: Sequence[JournalEvent], older: Commits = NO_COMMITS)
 
     Raises KeyError, TypeError or ValueError if they are not a journal's events.
     """
-    steps, recovered, switched = committed_steps(events), recoveries(events), switches(events)
+    steps, recovered, switched = committed_steps(events), recoveries(events, older), switches(events)
     commits, decided = older.and_of(events), decisions(events)
     weighed = [one for one in decided if one.candidates]
     started = named(events, "job_started")

@@ -6,11 +6,13 @@ at the moment of its line.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from odyssey_megatron.metrics.timeline import JournalEvent, known
+from odyssey_megatron.metrics.commits import NO_COMMITS, Commits
+from odyssey_megatron.metrics.timeline import JournalEvent, Times, known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class RecoveryRecord:
     """
     failed_wall_s: float
     """The time when the fault was injected, otherwise when it was detected; by the first agent's clock. If the
-    coordinator stood still before it was detected: when that began, or the last step was committed, if that was later.
+    coordinator stood still before it was detected: when that began, or when the last step was committed or the recovery
+    before was complete, if that was later.
     """
     detect_s: float | None
     """Only where the fault was injected: the time from then until the agent noticed."""
@@ -118,11 +121,15 @@ def decisions(events: Sequence[JournalEvent]) -> tuple[DecisionRecord, ...]:
     return tuple(sorted(found, key=lambda decision: decision.generation))
 
 
-def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
-    """Return one row for each generation after the first that a failure began."""
+def recoveries(events: Sequence[JournalEvent], older: Commits = NO_COMMITS) -> tuple[RecoveryRecord, ...]:
+    """Return one row for each generation after the first that a failure began.
+
+    Args:
+        older: Steps before the ones in ``events`` (``follow.Follower``).
+    """
     # Collected once, as a long job has a million steps.
     told = {name: named(events, name) for name in _TOLD}
-    told["step_committed"] = named(events, "step_committed") if told["stood_still"] else []
+    committed_s = (older.and_of(events) if told["stood_still"] else older).at_s
     taken = (
         event for event in told["decision"] if not event.get("planned") and event.get("why") != "observed"
     )
@@ -133,6 +140,7 @@ def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
     first = min((event["generation"] for event in began), default=0)
     rows = []
     waiting_since: float | None = None  # when the failure of a superseded recovery was
+    complete_s = -math.inf  # when the last recovery that was not superseded was complete
     for generation in generations:
         if generation <= first:
             continue
@@ -143,11 +151,14 @@ def recoveries(events: Sequence[JournalEvent]) -> tuple[RecoveryRecord, ...]:
             recovered.get(generation, []),
             redone.get(generation, []),
             waiting_since,
+            committed_s,
+            complete_s,
         )
         if generation == generations[-1] and generation not in recovered:
             row = replace(row, outcome="unfinished")
         superseded = row.stall_s is None
         waiting_since = (waiting_since or row.failed_wall_s) if superseded else None
+        complete_s = _until(recovered.get(generation, []), "resumed_s", 0.0) or complete_s
         rows.append(row)
     return tuple(rows)
 
@@ -166,6 +177,8 @@ def _recovery(
     recovered: list[JournalEvent],
     redone: list[JournalEvent],
     waiting_since: float | None,
+    committed_s: Times,
+    complete_s: float,
 ) -> RecoveryRecord:
     head = recovered[0] if recovered else decided
     assert head is not None, "a generation is known from one of the two"
@@ -176,7 +189,7 @@ def _recovery(
             injected[rank] = own
     failures = known(event["at_s"] for event in (noticed | injected).values())
     failed = min(failures, default=_decided_at_s(decided or head))
-    failed = failed if injected else _failed_at_s(told, failed)
+    failed = failed if injected else _failed_at_s(told["stood_still"], failed, committed_s, complete_s)
     since = min(failed, waiting_since) if waiting_since else failed
     return RecoveryRecord(
         generation=generation,
@@ -238,13 +251,19 @@ def _decided_at_s(event: JournalEvent) -> float:
     return float(event["at_s"] - event.get("decide_s", 0.0))
 
 
-def _failed_at_s(told: _Told, noticed_s: float) -> float:
-    """Return when a failure was that was noticed at ``noticed_s``: earlier, if the coordinator stood still before."""
-    for pause in told["stood_still"]:
+def _failed_at_s(
+    pauses: Sequence[JournalEvent], noticed_s: float, committed_s: Times, complete_s: float
+) -> float:
+    """Return when a failure was that was noticed at ``noticed_s``: earlier, if the coordinator stood still before.
+
+    Training went on until the last of the steps that were ``committed_s``, and again once the recovery before was
+    complete, at ``complete_s``.
+    """
+    for pause in pauses:
         began_s = pause["at_s"] - pause["lasted_s"]
         if began_s < noticed_s < pause["at_s"] + _NOTICED_WITHIN_S:
-            trained = known(one["at_s"] for one in told["step_committed"] if one["at_s"] < noticed_s)
-            return float(max((began_s, *trained)))
+            last_s = committed_s[committed_s < noticed_s].max(initial=began_s)  # no NaN is less
+            return min(noticed_s, max(float(last_s), complete_s))
     return noticed_s
 
 

@@ -13,6 +13,7 @@ from odyssey_megatron.metrics.follow import Follower
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.live import live
 from odyssey_megatron.metrics.records import CLOCK_READINGS
+from odyssey_megatron.metrics.recoveries import recoveries
 from odyssey_megatron.metrics.timeline import last_job
 
 MEMBERS = {1: [0, 1, 2, 10], 2: [0, 1, 10], 3: [0, 1, 2, 10], 4: [0, 10], 5: [0, 1, 2, 10]}
@@ -44,6 +45,9 @@ class LongRun:
 
     def begin(self, generation, step):
         lost = sorted({*MEMBERS[1]} - {*MEMBERS[generation]})
+        if generation == 3:  # ranks went on training in the first half of the coordinator's pause
+            self.now_s += 10.0
+            self.line("agent0", "stood_still", lasted_s=20.0)
         if generation > 1:
             self.line("agent0", "failure_detected", generation - 1, dead=lost or [1], cause="killed")
         values = {"dead": lost, "policy": "replan", "plan_hash": "0"}
@@ -97,6 +101,8 @@ def test_a_long_job_that_is_followed_shows_what_its_whole_journal_does(tmp_path)
             assert live("long", events, older) == whole
         shown.append((len(older), len(events)))
     assert whole.committed == EACH * len(MEMBERS)
+    (unseen,) = (row.stall_s for row in recoveries(events, older) if row.generation == 3)
+    assert 10.0 < unseen < 15.0, "from the last step, whose line is not kept"
     assert {one.bucket.rpartition(".")[2] for one in whole.goodput.lost} >= {
         "TRAINING_PREP", "WASTED_PROGRESS_FROM_DISRUPTION", "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME", "FEWER_RANKS",
         "SLOW_RANKS", "OTHER",

@@ -144,6 +144,24 @@ def test_a_stall_began_before_the_pause_in_which_nobody_noticed_the_failure(
     assert row.stall_s == pytest.approx(stall_s, abs=1e-6)
 
 
+@pytest.mark.parametrize(("complete_s", "stalls_s"), [(100.4, (600.4, 0.5)), (100.7, (600.7, 0.3))])
+def test_a_pause_is_part_of_one_stall_though_two_failures_were_noticed_behind_it(complete_s, stalls_s):
+    """Of the second one before or after the recovery from the first was complete."""
+    events = []
+
+    def event(name, at_s, generation=-1, **values):
+        times = {"t_s": at_s, "at_s": at_s}
+        events.append({"event": name, "generation": generation, "step": -1, **times, **values})
+
+    event("decision", -900.0, 1, dead=[])
+    event("stood_still", 100.0, lasted_s=600.0)
+    for rank, noticed_s, resumed_s in ((1, 100.05, complete_s), (2, 100.6, 100.9)):
+        event("failure_detected", noticed_s, rank, dead=[rank], cause="killed")
+        event("decision", noticed_s, rank + 1, dead=[rank])
+        event("recovered", resumed_s, rank + 1, dead=[rank], outcome="resume", resumed_s=resumed_s)
+    assert [row.stall_s for row in recoveries(events)] == pytest.approx(stalls_s, abs=1e-6)
+
+
 class Counted(list):
     """How often it was gone through."""
 
