@@ -19,9 +19,6 @@ def run_and_end() -> NoReturn:
     """Run the command as a process, and exit with its code."""
     try:
         from odyssey_megatron.launch.process.ending import exit_with
-        from odyssey_megatron.launch.process.open_files import open_standard_streams
-
-        open_standard_streams()
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)  # nothing has begun
     exit_with(main)
@@ -30,12 +27,14 @@ def run_and_end() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a name or a journal may hold characters that the terminal's encoding lacks
     try:
+        from odyssey_megatron.launch.process.open_files import open_standard_streams
+
+        open_standard_streams()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                # A name or a journal may hold characters that the terminal's encoding lacks.
+                stream.reconfigure(errors="backslashreplace")
         code = _command(arguments)
         sys.stdout.flush()
         return code

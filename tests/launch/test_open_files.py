@@ -58,6 +58,12 @@ def test_a_hard_limit_that_is_too_low_is_said(monkeypatch, capfd):
     assert "where 512 ranks of 64 node(s) meet; the limit is 1024. Raise it" in capfd.readouterr().err
 
 
+def test_a_script_calls_the_command_though_its_standard_streams_are_closed():
+    script = "import sys; from odyssey_megatron.cli import main; sys.exit(main(['--version']))"
+    command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-c", script]
+    assert subprocess.run(command, cwd=CHECKOUT, timeout=60).returncode == 0
+
+
 PRELOAD = "--preload tests.launch.preload"
 
 
