@@ -16,7 +16,8 @@ from odyssey_megatron.plan.sending.generation import Finished, Generation, Stop
 _RETRY_AFTER_S, _LOOK_S = 0.5, 0.01
 _ASKS_EACH_S = 1.0
 """How often a rank that waits for a generation asks whether the store answers. An answer that takes longer shows that
-the process of the store and the coordinator stood still.
+the process of the store and the coordinator stood still; a turn of waiting and asking that takes twice as long, that
+this process did, and maybe the whole job with it.
 """
 
 
@@ -116,20 +117,23 @@ class Entering:
     def await_newer(self, after: int, why: str, timeout_s: float | None = None) -> None:
         """Wait for a generation after ``after``, and ask for one if none comes soon; the first is not asked for.
 
-        If the coordinator's process stood still meanwhile, it has the full time again. Raises ControlPlaneLost if none
-        comes in time, or if the store is gone.
+        If the coordinator's process or this one stood still meanwhile, the coordinator has the full time again. Raises
+        ControlPlaneLost if none comes in time, or if the store is gone.
         """
         timeout_s = self._next_within_s if timeout_s is None else timeout_s
-        ends_s = time.monotonic() + timeout_s
+        turn_s = time.monotonic()
+        ends_s = turn_s + timeout_s
         if after and not self._watch.await_newer(after, min(_RETRY_AFTER_S, timeout_s)):
             self._ask_retry(after, why or f"no newer generation within {_RETRY_AFTER_S} s")
         while not self._watch.await_newer(after, min(_ASKS_EACH_S, max(ends_s - time.monotonic(), 0.0))):
             asked_s = time.monotonic()
             self._control.has([keys.JOB_NAME])  # this waits for an answer
-            if (now_s := time.monotonic()) - asked_s > _ASKS_EACH_S:
+            now_s = time.monotonic()
+            if now_s - asked_s > _ASKS_EACH_S or now_s - turn_s > 2 * _ASKS_EACH_S:
                 ends_s = now_s + timeout_s
             elif now_s >= ends_s:
                 raise ControlPlaneLost(f"no generation after {after} within {timeout_s:.1f} s")
+            turn_s = now_s
 
     def let_in(self, generation: Generation) -> None:
         """Let the ranks go on that join with offered ``generation``, which this older member has entered.
