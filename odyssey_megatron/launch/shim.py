@@ -8,6 +8,7 @@ code, or with the launcher: without it nobody could end the job or would hear ho
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -32,10 +33,15 @@ _STORE_S = 120.0
 """How long the store is waited for, and what other ranks put there at the start."""
 _ASK_AGAIN_S = 0.5
 _ROUND = "odyssey/round"
-_ALONE = (
-    "rank {rank} has waited for {waited_s:.0f} s for rank {other}, which the launcher has not started, or not anew, as "
-    "this one. With --rdzv-backend static, its default, torchrun starts one node's processes anew without the others': "
-    "give it --rdzv-backend c10d on all nodes, or start odyssey run itself, whose nodes come back by odyssey join."
+_NOT_STARTED = "the launcher has not started, or not anew as this one"
+_UNANSWERED = (
+    f"an answer of rank 0: it waits for other ranks, which it names in a line of its own, or {_NOT_STARTED}"
+)
+_WAITED = (
+    "rank {rank} has waited for {waited_s:.0f} s for {whom}. Look for the first error in the logs of all nodes. One "
+    "possible cause: with --rdzv-backend static, its default, torchrun starts one node's processes anew without the "
+    "others': give it --rdzv-backend c10d on all nodes, or start odyssey run itself, whose nodes come back by odyssey "
+    "join."
 )
 _FAREWELL_S = 10.0
 """How long the stand-in that hosts the store waits for the others to read the verdict."""
@@ -91,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
         store = TCPStore(*where, is_master=False, **options)
     if torchrun_hosts:
         try:
-            store = of_this_round(store, rank, world_size)
+            # A node's ranks are started anew together, so that on a single node each comes, however late.
+            limit_s = _STORE_S if nodes > 1 else math.inf
+            store = of_this_round(store, rank, world_size, limit_s)
         except TimeoutError as error:
             sys.stderr.write(f"odyssey: {error}\n")
             return 1
@@ -111,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def of_this_round(store: Store, rank: int, world_size: int, limit_s: float = _STORE_S) -> Store:
+def of_this_round(store: Store, rank: int, world_size: int, limit_s: float) -> Store:
     """Return the part of torchrun's ``store`` that is of the round in which this process was started.
 
     torchrun keeps its store over restarts, with the verdicts of the rounds before, and tells its processes no number of
@@ -124,36 +132,59 @@ def of_this_round(store: Store, rank: int, world_size: int, limit_s: float = _ST
     """
     from torch.distributed import PrefixStore
 
-    own, ends_s, other = secrets.token_hex(8), time.monotonic() + limit_s, 0
+    own, ends_s = secrets.token_hex(8), time.monotonic() + limit_s
+    if rank:
+        name = _answer_of_rank_0(store, rank, own, ends_s, limit_s)
+    else:
+        name = own
+        _answer_others(store, world_size, own, ends_s, limit_s)
+    return PrefixStore(f"{_ROUND}/{name}", store)
+
+
+def _answer_others(store: Store, world_size: int, own: str, ends_s: float, limit_s: float) -> None:
+    store.set(_ROUND, own)
+    asked = {other: f"{_ROUND}/{own}/{other}" for other in range(1, world_size)}
     try:
-        if rank == 0:
-            store.set(_ROUND, own)
-            for other in range(1, world_size):
-                theirs = _get(store, f"{_ROUND}/{own}/{other}", ends_s - time.monotonic())
-                store.set(f"{_ROUND}/{theirs}", own)
-            return PrefixStore(f"{_ROUND}/{own}", store)
-        while True:
-            newest = _get(store, _ROUND, left_s := ends_s - time.monotonic())
-            store.set(f"{_ROUND}/{newest}/{rank}", own)
-            try:
-                name = _get(store, f"{_ROUND}/{own}", min(_ASK_AGAIN_S, left_s))
-                return PrefixStore(f"{_ROUND}/{name}", store)
-            except TimeoutError:
-                if time.monotonic() > ends_s:
-                    raise
+        for key in asked.values():
+            _get(store, key, ends_s)
     except TimeoutError:
-        raise TimeoutError(_ALONE.format(rank=rank, waited_s=limit_s, other=other)) from None
+        missing = [other for other, key in asked.items() if not store.check([key])]
+        whom = f"rank(s) {missing}, which {_NOT_STARTED}"
+        raise TimeoutError(_WAITED.format(rank=0, waited_s=limit_s, whom=whom)) from None
+    for key in asked.values():
+        store.set(f"{_ROUND}/{_get(store, key, ends_s)}", own)
 
 
-def _get(store: Store, key: str, limit_s: float) -> str:
-    """Return the value of ``key`` once it is there. Raises TimeoutError, or RuntimeError if the store is gone."""
+def _answer_of_rank_0(store: Store, rank: int, own: str, ends_s: float, limit_s: float) -> str:
+    whom = f"rank 0, which {_NOT_STARTED}"
     try:
-        store.wait([key], timedelta(seconds=max(limit_s, 0.001)))
-    except RuntimeError as error:
-        if "timeout" not in str(error).lower():
-            raise
-        raise TimeoutError(key) from None
-    return store.get(key).decode()
+        while True:
+            newest = _get(store, _ROUND, ends_s)
+            whom = _UNANSWERED
+            store.set(f"{_ROUND}/{newest}/{rank}", own)
+            with contextlib.suppress(TimeoutError):
+                return _get(store, f"{_ROUND}/{own}", min(time.monotonic() + _ASK_AGAIN_S, ends_s))
+            if time.monotonic() >= ends_s:
+                raise TimeoutError(own)
+    except TimeoutError:
+        raise TimeoutError(_WAITED.format(rank=rank, waited_s=limit_s, whom=whom)) from None
+
+
+def _get(store: Store, key: str, ends_s: float) -> str:
+    """Return the value of ``key`` once it is there.
+
+    Raises TimeoutError if it is not at ``ends_s``, which may be infinite, or RuntimeError if the store is gone.
+    """
+    while True:
+        left_s = min(ends_s - time.monotonic(), _LOOK_EVERY_S)
+        try:
+            store.wait([key], timedelta(seconds=max(left_s, 0.001)))
+            return store.get(key).decode()
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():
+                raise
+        if time.monotonic() >= ends_s:
+            raise TimeoutError(key)
 
 
 def _numbers(env: Mapping[str, str]) -> tuple[int, int, int, int, int]:
@@ -204,12 +235,10 @@ def _run(store: Store, argv: Sequence[str], *, nodes: int, node: int, per_node: 
 
 
 def _await(store: Store, key: str) -> int:
-    while True:
-        with contextlib.suppress(TimeoutError):
-            try:
-                return int(_get(store, key, _LOOK_EVERY_S))
-            except RuntimeError:  # the store is gone, and the launcher with it
-                return 1
+    try:
+        return int(_get(store, key, math.inf))
+    except RuntimeError:  # the store is gone, and the launcher with it
+        return 1
 
 
 def _free_port() -> int:
