@@ -68,24 +68,24 @@ def test_a_job_that_is_stopped_as_a_whole(toy, tmp_path, who):
 
 def test_a_rank_dies_while_the_agent_alone_is_stopped(toy, tmp_path):
     """The others wait for the agent, for longer than they would for a generation, and the stall says so."""
-    limits = ("--odyssey-op-timeout-s", 1.5, "--odyssey-recovery-timeout-s", 1.0)
+    limits = ("--odyssey-op-timeout-s", 1.5, "--odyssey-recovery-timeout-s", 3.0)
     job = running(toy, tmp_path, *limits)
     wait_for((tmp_path / "go.waits").exists, 20, "rank 0 holds")
     os.kill(job.pid, signal.SIGSTOP)
     try:
         os.kill(pid_of(tmp_path / "run", 2), signal.SIGKILL)
-        time.sleep(5.0)
+        time.sleep(9.0)
     finally:
         os.kill(job.pid, signal.SIGCONT)
     (tmp_path / "go").touch()
     check(job, tmp_path, steps=60, survivors={0, 1, 3})
     assert [dead for dead in decided(tmp_path) if dead] == [[2]]
     (paused,) = events(tmp_path / "run", "stood_still")
-    assert 4.9 < paused["lasted_s"] < 7.0
+    assert paused["lasted_s"] > 8.9
     assert "[odyssey] this job's host stood still for" in job.log()
     rows = recoveries(last_job(list(read_journal(tmp_path / "run"))))
     (recovery,) = (row for row in rows if row.dead == (2,))
-    assert 4.9 < recovery.stall_s < 8.0
+    assert recovery.stall_s > paused["lasted_s"] - 0.5, "ranks waited from its beginning on"
 
 
 def test_one_that_hangs_after_the_freeze_is_found(toy, tmp_path):
