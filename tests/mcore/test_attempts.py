@@ -1,4 +1,4 @@
-"""Jobs that save into one folder: what each of them leaves alone, and that the second is refused."""
+"""Jobs that save into one folder: what each of them leaves alone, and how it is told which of them live."""
 
 from __future__ import annotations
 
@@ -13,33 +13,46 @@ import pytest
 
 pytest.importorskip("torch")
 
-from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.loop import attempts, deleting, saving, tracker
+from odyssey_megatron.metrics.journal import host_name
 from tests.mcore.test_saving import args_of, forget, names, track, written
 
-SAVES = """
+RANK = """
 import sys, time
-from pathlib import Path
 from odyssey_megatron.mcore.loop import saving
-saving._sweep(Path(sys.argv[1]) / "iter_0000003")
+from tests.mcore.test_saving import args_of
+rank = int(sys.argv[2])
+saving.check(args_of(save=sys.argv[1], rank=rank), joins=rank > 1, is_first=rank == 0)
 print("holds", flush=True)
 time.sleep(60)
 """
 
 
 @pytest.fixture
-def other(tmp_path):
-    """The first rank of another job, which saves into the same folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVES, str(tmp_path)],
-        env=os.environ | {"ODYSSEY_JOB": "bbbb"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "holds\n"
-    yield process
+def rank_of(tmp_path):
+    """Starts a rank of another job, which saves into the same folder. Ranks from 2 on join it."""
+    started = []
+
+    def start(job, rank):
+        process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), str(rank)],
+            env=os.environ | {"ODYSSEY_JOB": job},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "holds\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def end(process):
     process.kill()
-    process.communicate()
+    process.wait()
 
 
 def attempt_of(job, tmp_path, monkeypatch):
@@ -47,49 +60,157 @@ def attempt_of(job, tmp_path, monkeypatch):
     return written(attempts.unfinished(tmp_path / "iter_0000003"))
 
 
-@pytest.mark.timeout(100)
-def test_what_a_job_that_lives_is_writing_stays(tmp_path, monkeypatch, other):
+def starts(tmp_path):
+    """This job's first rank."""
+    saving.check(args_of(save=str(tmp_path), rank=0), joins=False, is_first=True)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("second", [1, 2], ids=["from the start", "joined"])
+def test_what_a_job_is_writing_stays_while_one_of_its_ranks_lives(tmp_path, monkeypatch, rank_of, second):
+    ranks = [rank_of("bbbb", rank) for rank in (0, second)]
     theirs, ours = (attempt_of(job, tmp_path, monkeypatch) for job in ("bbbb", "aaaa"))
     made = tmp_path / "iter_0000006"
     made.mkdir()
+    end(ranks[0])
+    starts(tmp_path)
     saving._sweep(tmp_path / "iter_0000003")
     assert names(tmp_path) == [theirs.name, made.name]
     assert saving.damage(theirs) == []
     assert not ours.exists()
-    other.kill()
-    other.wait()
+    end(ranks[1])
     saving._sweep(tmp_path / "iter_0000003")
     assert names(tmp_path) == []
+    assert [one.name for one in tmp_path.iterdir()] == [".odyssey.lock-aaaa"]
 
 
 @pytest.mark.timeout(100)
-def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, monkeypatch, other):
-    monkeypatch.setattr(attempts, "_ENDS_WITHIN_S", 0.5)
-    args = args_of(save=str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=f"--save {tmp_path}: a job that is running saves its checkpoints there"
-    ):
-        saving.check(args, joins=False, is_first=True)
-    saving.check(args, joins=True, is_first=True)
-    saving.check(args, joins=False, is_first=False)
-    other.kill()
-    saving.check(args, joins=False, is_first=True)
-    saving.check(args, joins=False, is_first=True)  # this job has it
+def test_a_job_that_seems_to_save_there_is_said_and_another_one_starts(tmp_path, monkeypatch, capfd, rank_of):
+    theirs = rank_of("bbbb", 0)
+    monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
+    saving.check(args_of(save=str(tmp_path), rank=1), joins=False)
+    saving.check(args_of(save=str(tmp_path), rank=0), joins=True, is_first=True)
+    assert "seems to be running" not in capfd.readouterr().err
+    starts(tmp_path)
+    said = capfd.readouterr().err
+    assert said.count(f"--save {tmp_path}: another job seems to be running") == 1
+    assert f"(bbbb, whose first rank is process {theirs.pid} on {host_name()})" in said
+    end(theirs)
+    starts(tmp_path)
+    assert "seems to be running" not in capfd.readouterr().err
 
 
-def test_where_no_locks_are_what_may_still_be_written_stays(tmp_path, monkeypatch):
+@pytest.mark.timeout(100)
+def test_a_job_whose_lock_was_removed_has_it_again_at_its_next_save(tmp_path, monkeypatch):
+    def no_further(work):
+        raise saving.NotSaved
+
+    monkeypatch.setattr(saving, "_of_first_rank", no_further)
+    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
+    starts(tmp_path)
+    lock = tmp_path / ".odyssey.lock-aaaa"
+    lock.unlink()
+    with pytest.raises(saving.NotSaved):
+        saving.save(None, {}, tmp_path / "iter_0000003")
+    assert lock.exists()
+    monkeypatch.setenv("ODYSSEY_JOB", "bbbb")
+    assert attempts._locks_of_others(tmp_path) == {lock: False}
+
+
+def test_a_lock_that_another_user_has_made_tells_that_its_job_is_gone(tmp_path, monkeypatch):
+    """In a folder of a group, its members can read, and not write it."""
+    theirs = attempt_of("bbbb", tmp_path, monkeypatch)
+    monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
+    (tmp_path / ".odyssey.lock-bbbb").touch()
+    opened = os.open
+
+    def open_to_read(path, how, *mode, **others):
+        if how & os.O_RDWR and str(path).endswith("bbbb"):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, how, *mode, **others)
+
+    monkeypatch.setattr(os, "open", open_to_read)
+    saving._sweep(tmp_path / "iter_0000003")
+    assert not theirs.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_who_may_write_into_the_folder_may_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
+    before = os.umask(0o002)
+    try:
+        starts(tmp_path)
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".odyssey.lock-aaaa").stat().st_mode & 0o777 == 0o664
+
+
+def test_where_no_locks_are_what_may_still_be_written_stays(tmp_path, monkeypatch, capfd):
     def no_locks(number, how):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    saving.check(args_of(save=str(tmp_path)), joins=False, is_first=True)
-    live, dead, ours = (attempt_of(job, tmp_path, monkeypatch) for job in ("bbbb", "cccc", "aaaa"))
-    before_s = time.time() - 7200
-    for one in (dead, *dead.iterdir()):
-        os.utime(one, (before_s, before_s))
+    live, idle, ours = (attempt_of(job, tmp_path, monkeypatch) for job in ("bbbb", "cccc", "aaaa"))
+    starts(tmp_path)
+    monkeypatch.setattr(attempts, "_is_idle", lambda path: path == idle)
     saving._sweep(tmp_path / "iter_0000003")
-    assert names(tmp_path) == [live.name]
+    assert [one.name for one in tmp_path.iterdir()] == [live.name]
     assert not ours.exists()
+    assert "seems to be running" not in capfd.readouterr().err
+
+
+def test_what_nobody_has_written_for_an_hour_is_idle_and_a_new_name_counts(tmp_path, monkeypatch):
+    checkpoint = written(tmp_path / "iter_0000003")
+    before_s = time.time() - 7200
+    for one in (checkpoint, *checkpoint.iterdir()):
+        os.utime(one, (before_s, before_s))
+    moved = checkpoint.rename(tmp_path / "moved")
+    assert not attempts._is_idle(moved)
+    now_s = time.time()
+    monkeypatch.setattr(attempts.time, "time", lambda: now_s + 3700)
+    assert attempts._is_idle(moved)
+
+
+def between_two_renames(job, tmp_path, monkeypatch):
+    """``job`` saves an iteration again whose checkpoint is complete."""
+    attempt = attempt_of(job, tmp_path, monkeypatch)
+    written(tmp_path / "iter_0000003").rename(attempts.before(attempt))
+    return attempt
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("flag", ["save", "load"])
+def test_a_job_that_starts_leaves_another_one_between_its_two_renames(tmp_path, monkeypatch, rank_of, flag):
+    theirs = rank_of("bbbb", 1)
+    attempt = between_two_renames("bbbb", tmp_path, monkeypatch)
+    before = names(tmp_path)
+    monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
+    args = args_of(**{flag: str(tmp_path)}, rank=0)
+    saving.check(args, joins=False, is_first=True)
+    assert names(tmp_path) == before
+    end(theirs)
+    saving.check(args, joins=False, is_first=True)
+    assert saving.damage(tmp_path / "iter_0000003") == []
+    assert attempt.exists(), "whoever only loads removes nothing"
+
+
+@pytest.mark.parametrize("by", ["aaaa", "bbbb"], ids=["the next save", "the next job"])
+def test_a_complete_checkpoint_that_is_not_the_latest_survives_a_death_between_two_renames(
+    tmp_path, monkeypatch, by
+):
+    """As after --ckpt-step, with which a job saves once more what an earlier one has saved."""
+    track(tmp_path, "9")
+    written(tmp_path / "iter_0000009")
+    attempt = between_two_renames("aaaa", tmp_path, monkeypatch)
+    (tmp_path / ".odyssey.lock-aaaa").touch()  # which nobody holds any more
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()  # by Megatron, when the iteration is saved next
+    monkeypatch.setenv("ODYSSEY_JOB", by)
+    saving._sweep(folder)
+    assert saving.damage(folder) == []
+    assert not attempt.exists()
+    assert names(tmp_path) == [folder.name, "iter_0000009", "latest_checkpointed_iteration.txt"]
 
 
 @pytest.fixture

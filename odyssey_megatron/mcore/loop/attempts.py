@@ -1,8 +1,9 @@
 """Folders that are not checkpoints, not yet or not any more: their names, and which of them a save may remove.
 
-Their names have that of the job. The rank that removes holds a lock on a file beside them, which the kernel drops when
-the rank ends, however it does. So a second job that saves into the folder is refused at its start. Where a folder takes
-no locks it is not, so there a save leaves what another job may still write.
+Their names have that of the job. Each rank that saves holds a shared lock on a file of its job beside them, which the
+kernel drops when the rank ends, however it does. So who gets that lock for itself knows that the job is gone. If it
+cannot be had, the job seems to live, and what it may still write stays: it may live, its node may be lost to a file
+server that does not know yet, or the file system takes no locks.
 """
 
 from __future__ import annotations
@@ -10,24 +11,31 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.metrics.journal import host_name
+from odyssey_megatron.metrics.outlet import say
 
-UNFINISHED = ".odyssey-"
+_UNFINISHED = ".odyssey-"
 """Prefix of the names of what is not a checkpoint, not yet, or not any more."""
-BEFORE = "-before"
+_BEFORE = "-before"
 """Suffix of the name that a checkpoint has while another one of its iteration takes its place."""
-_LOCK = ".odyssey.lock"
-_ENDS_WITHIN_S = 10.0
-"""Limit for a job that was ended to be gone: processes that a rank has forked may hold its lock a little longer."""
+_NAME = re.compile(rf"{re.escape(_UNFINISHED)}(?P<of>.+?)(-(?P<job>[^-]+))?-[0-9a-f]+(?P<before>{_BEFORE})?")
+"""Such names. Those of earlier versions have no job."""
+_LOCK = ".odyssey.lock-"
+"""Prefix of the names of files that ranks lock; the job's name follows."""
+_TRIES, _AGAIN_S = 10, 0.02
+"""For a lock that another job has for a moment, to see whether this one lives."""
+_SHOWN_BYTES = 200
 _IDLE_S = 3600.0
 """Seconds in which a save that goes on writes something."""
 
 _held: dict[Path, int] = {}
-"""Folders whose lock this process holds, with its descriptor."""
+"""Folders in which this process holds its job's lock, with the descriptors."""
 
 
 class Noted:
@@ -61,7 +69,16 @@ noted = Noted()
 
 def unfinished(path: Path) -> Path:
     """A name beside ``path`` that is unknown to all others."""
-    return path.with_name(f"{UNFINISHED}{path.name}-{_job()}-{secrets.token_hex(8)}")
+    return path.with_name(f"{_UNFINISHED}{path.name}-{_job()}-{secrets.token_hex(8)}")
+
+
+def is_unfinished(path: Path) -> bool:
+    return path.name.startswith(_UNFINISHED)
+
+
+def before(attempt: Path) -> Path:
+    """The name of the checkpoint whose place ``attempt`` is about to take."""
+    return attempt.with_name(attempt.name + _BEFORE)
 
 
 def sync(folder: Path) -> None:
@@ -77,63 +94,158 @@ def _job() -> str:
     return os.environ.get("ODYSSEY_JOB", "") or "alone"
 
 
-def refuse_second(flag: str, folder: Path) -> None:
-    """Hold ``folder``, which was given by ``flag``, for this job. Raises ConfigError if another one saves there."""
-    ends_s = time.monotonic() + _ENDS_WITHIN_S
-    while True:
-        try:
-            _hold(folder)
-            return
-        except BlockingIOError:
-            if time.monotonic() > ends_s:
-                raise ConfigError(
-                    f"{flag} {folder}: a job that is running saves its checkpoints there, so that each would take the "
-                    "other's latest one for its own. Give this one another folder, or end that one first."
-                ) from None
-        time.sleep(0.2)
+# -- which jobs live --------------------------------------------------------------------------------------------------
 
 
-def _hold(folder: Path) -> bool:
-    """Whether this process holds the lock in ``folder``; it tries to. Raises BlockingIOError if another one has it."""
+def hold(folder: Path, *, is_first: bool) -> None:
+    """Hold the lock of this job in ``folder`` while this process lives, if that is possible. The rank that ``is_first``
+    writes into it who it is.
+    """
     folder = folder.resolve()
-    path = folder / _LOCK
-    with contextlib.suppress(OSError):
-        if folder in _held and os.path.samestat(path.stat(), os.fstat(_held[folder])):
-            return True
-    if folder in _held:  # the folder has been removed meanwhile
-        os.close(_held.pop(folder))
-    try:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:  # made by another user, say
-        return False
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    path = folder / (_LOCK + _job())
+    if folder in _held:
+        if _is_at(path, _held[folder]):
+            return
+        os.close(_held.pop(folder))  # somebody has removed it
+    for _ in range(_TRIES):
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return
+        if _is_locked(number, fcntl.LOCK_SH) and _is_at(path, number):
+            _held[folder] = number
+            break
         os.close(number)
-        if isinstance(error, BlockingIOError):
-            raise
-        return False  # a file system without locks
-    _held[folder] = number
+        time.sleep(_AGAIN_S)
+    else:
+        with contextlib.suppress(OSError):
+            if not path.stat().st_size:  # no locks here: nobody could tell later that the job is gone
+                path.unlink()
+        return
+    if is_first:
+        with contextlib.suppress(OSError):
+            os.ftruncate(_held[folder], 0)
+            os.pwrite(_held[folder], f"process {os.getpid()} on {host_name()}".encode(), 0)
+
+
+def say_others(flag: str, folder: Path) -> None:
+    """Say which other jobs seem to save into ``folder``, which was given by ``flag``. None is refused for that: the
+    locks of a node that was lost stay for a while, and look the same.
+    """
+    for path, is_gone in _locks_of_others(folder).items():
+        if is_gone:
+            continue
+        first = ""
+        with contextlib.suppress(OSError):
+            first = path.read_bytes()[:_SHOWN_BYTES].decode(errors="replace")
+        say(
+            f"[odyssey] {flag} {folder}: another job seems to be running that saves its checkpoints there "
+            f"({path.name.removeprefix(_LOCK)}, whose first rank is {first or 'unknown'}). Each would take the other's "
+            "latest checkpoint for its own. If it is running, end one of the two, and give it another folder. If it "
+            "is not, nothing needs to be done: its lock may stay for some minutes where its node was lost. If this is "
+            f"said later, too, remove {path.name} there."
+        )
+
+
+def _locks_of_others(parent: Path) -> dict[Path, bool]:
+    """The lock files of other jobs in ``parent``, and whether each of these jobs is gone."""
+    found = {}
+    for path in parent.glob(f"{_LOCK}*"):
+        if path.name != _LOCK + _job():
+            with _to_itself(path) as is_gone:
+                found[path] = is_gone
+    return found
+
+
+@contextlib.contextmanager
+def _to_itself(path: Path) -> Iterator[bool]:
+    """Whether this process has the lock ``path`` for itself, so that no rank of its job lives, or takes it now."""
+    number = None
+    # NFS has an exclusive lock only for who may write; another user's file may allow reading alone.
+    for how in (os.O_RDWR, os.O_RDONLY):
+        with contextlib.suppress(OSError):
+            number = os.open(path, how | os.O_CLOEXEC)
+            break
+    if number is None:
+        yield False
+        return
+    try:
+        yield _is_locked(number, fcntl.LOCK_EX) and _is_at(path, number)
+    finally:
+        os.close(number)
+
+
+def _is_locked(number: int, how: int) -> bool:
+    try:
+        fcntl.flock(number, how | fcntl.LOCK_NB)
+    except OSError:  # others hold it, or the file system takes no locks
+        return False
     return True
+
+
+def _is_at(path: Path, number: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(number))
+    return False
+
+
+# -- what is left of a save -------------------------------------------------------------------------------------------
 
 
 def abandoned(parent: Path) -> tuple[list[Path], list[Path]]:
     """What no other job goes on writing in ``parent``: what is unfinished, and folders of checkpoints. The latter may
     be empty, or complete.
     """
-    try:
-        alone = _hold(parent)
-    except BlockingIOError:
-        alone = False
-    left = [
-        one for one in parent.glob(f"{UNFINISHED}*") if alone or f"-{_job()}-" in one.name or _is_idle(one)
-    ]
+    found = list(
+        parent.glob(f"{_UNFINISHED}*")
+    )  # before the locks: whoever has made one of these has its own by then
+    gone, alone = {_job()}, True
+    for path, is_gone in _locks_of_others(parent).items():
+        alone = alone and is_gone
+        if is_gone:
+            gone.add(path.name.removeprefix(_LOCK))
+    left = []
+    for one in found:
+        job = _part(one, "job")
+        if job in gone or (alone and not job) or _is_idle(one):
+            left.append(one)
     return left, [one for one in parent.glob("iter_*") if alone or _is_idle(one)]
+
+
+def put_back(left: list[Path]) -> list[Path]:
+    """Give checkpoints among what is ``left`` of saves their names back, if they lost them to a save of the same
+    iteration that did not come to its end. Returns the rest. Raises OSError.
+    """
+    rest = []
+    for one in left:
+        folder = one.with_name(_part(one, "of"))
+        if not _part(one, "before") or (folder.is_dir() and any(folder.iterdir())):
+            rest.append(one)
+        else:
+            one.rename(folder)
+    return rest
+
+
+def forget_gone(parent: Path) -> None:
+    """Remove the locks in ``parent`` of jobs that are gone, and of which nothing is left to remove."""
+    for path in parent.glob(f"{_LOCK}*"):
+        job = path.name.removeprefix(_LOCK)
+        if job == _job() or any(_part(one, "job") == job for one in parent.glob(f"{_UNFINISHED}*")):
+            continue
+        with _to_itself(path) as is_gone, contextlib.suppress(OSError):
+            if is_gone:
+                path.unlink()
+
+
+def _part(path: Path, part: str) -> str:
+    """A part of the name of what is unfinished; empty if it has none."""
+    found = _NAME.fullmatch(path.name)
+    return (found[part] or "") if found else ""
 
 
 def _is_idle(path: Path) -> bool:
     with contextlib.suppress(OSError):  # it is removed meanwhile
         inside = path.iterdir() if path.is_dir() else ()
-        newest_s = max(one.lstat().st_mtime for one in (path, *inside))
+        newest_s = max(one.lstat().st_ctime for one in (path, *inside))  # a new name counts
         return bool(time.time() - newest_s > _IDLE_S)
     return False

@@ -55,16 +55,17 @@ def install() -> None:
 
 
 def check(args: Any, *, joins: bool, is_first: bool = False) -> None:
-    """Check that checkpoints can be written, and renamed, where ``args`` want them; first :func:`put_back`. The rank
-    that ``is_first`` of a job also checks that no other job saves there. Raises ConfigError.
+    """Check that checkpoints can be written, and renamed, where ``args`` want them, and hold the job's lock there. The
+    rank that ``is_first`` of a job first puts back what jobs that are gone have left without its name, and says which
+    other jobs save there. Raises ConfigError.
 
     Nothing is put back on a rank that ``joins`` a running job, nor is it checked whether a folder is writable: there a
     failed save is reported, and ends nothing.
     """
-    read = () if joins else (args.save, args.load, args.non_persistent_global_ckpt_dir)
+    read = (args.save, args.load, args.non_persistent_global_ckpt_dir) if is_first and not joins else ()
     for folder in filter(None, read):
         with contextlib.suppress(OSError, ValueError):
-            put_back(Path(folder))
+            attempts.put_back(attempts.abandoned(Path(folder))[0])
     if args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
         raise ConfigError(
             f"--non-persistent-save-interval {args.non_persistent_save_interval} says when to save, and nothing what: "
@@ -86,8 +87,9 @@ def check(args: Any, *, joins: bool, is_first: bool = False) -> None:
                 f"{flag} {folder}: {why}, so that no checkpoint could be saved. Name a folder that can be made and "
                 "written to, or leave it out."
             )
+        attempts.hold(Path(folder), is_first=is_first)
         if is_first and not joins:
-            attempts.refuse_second(flag, Path(folder))
+            attempts.say_others(flag, Path(folder))
     if not joins:
         _check_trackers(args)
 
@@ -242,28 +244,14 @@ def begin(folder: Path) -> None:
 
 def _sweep(folder: Path) -> str:
     """Returns the name of the latest checkpoint."""
-    put_back(folder.parent)
     leftovers, checkpoints = attempts.abandoned(folder.parent)
-    for leftover in leftovers:
+    for leftover in attempts.put_back(leftovers):
         remove(leftover)
     for empty in (folder, *checkpoints):
         with contextlib.suppress(OSError):
             empty.rmdir()  # made but not filled
+    attempts.forget_gone(folder.parent)
     return tracked(folder.parent)
-
-
-def put_back(parent: Path) -> None:
-    """Give the latest checkpoint in ``parent`` its name back, if it lost it to a save of the same iteration that did
-    not come to its end. Raises OSError.
-    """
-    if not (latest := tracked(parent)):
-        return
-    folder = parent / latest
-    if folder.is_dir() and any(folder.iterdir()):
-        return
-    for before in parent.glob(f"{attempts.UNFINISHED}{latest}-*{attempts.BEFORE}"):
-        before.rename(folder)
-        return
 
 
 def save(
@@ -276,6 +264,7 @@ def save(
         NotSaved: on all ranks.
     """
     folder = Path(checkpoint_dir)
+    attempts.hold(folder.parent, is_first=dist.get_rank() == 0)  # Megatron may have made it for this save
     written = _of_first_rank(lambda: _made_beside(folder))
     _check_common(written)
     attempts.noted.made(written)
@@ -339,7 +328,7 @@ def _put_in_place(written: Path, folder: Path) -> None:
         remove(written)
         raise NotSaved(f"{folder} was written, but is not complete: {first_texts(found)}")
     attempts.sync(written)
-    before = folder.with_name(written.name + attempts.BEFORE)
+    before = attempts.before(written)
     try:
         written.rename(folder)  # the folder that Megatron has made there is empty
     except FileNotFoundError:
@@ -423,7 +412,7 @@ def _entries(metadata: Any) -> Iterator[MetadataIndex]:
 
 def remove(path: Path) -> None:
     """Rename ``path``, then remove it: a folder that has lost some files must not have a checkpoint's name."""
-    if not path.name.startswith(attempts.UNFINISHED):
+    if not attempts.is_unfinished(path):
         moved = attempts.unfinished(path)
         try:
             path.rename(moved)
