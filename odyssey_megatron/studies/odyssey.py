@@ -11,14 +11,13 @@ from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.cluster.state import ClusterState, initial_state, with_expert_loads, without
 from odyssey_megatron.codec import to_json
 from odyssey_megatron.config import OdysseyConfig
-from odyssey_megatron.errors import LayersLost, PlanInfeasible
+from odyssey_megatron.errors import ConfigError, LayersLost, PlanInfeasible
 from odyssey_megatron.plan.layout import Layout
 from odyssey_megatron.plan.plan import Plan
 from odyssey_megatron.policy.costs.profile import Profile
-from odyssey_megatron.policy.decide import decide, scheduled
+from odyssey_megatron.policy.decide import decide
 from odyssey_megatron.policy.decided import Decided
-from odyssey_megatron.policy.initial import initial_plan
-from odyssey_megatron.policy.messages import decided_with_or_without, planned_with_or_without
+from odyssey_megatron.policy.messages import decided_with_or_without
 from odyssey_megatron.policy.planner import PolicyPlanner
 from odyssey_megatron.policy.preparing import prepare_for
 from odyssey_megatron.policy.replacing import away_s
@@ -43,13 +42,14 @@ class Planned(NamedTuple):
     job: JobSpec
     """With the layout and the redundancy that were chosen for it."""
     plan: Plan
+    """Only its layout and times count: after a restart its programs have the numbers of other workers."""
     profile: Profile
     """With messages that are kept, or without (``policy/messages.py``)."""
 
 
 _MOST_PREPARED = 1024
-"""The largest number of workers for which is searched as thoroughly as a job does beside its steps. It takes half a
-second, and half a minute for four times as many.
+"""The largest number of workers for which is searched as thoroughly as a job does beside its steps, or for the layout
+of a restart on fewer than all. It takes half a second, and half a minute for four times as many.
 """
 
 
@@ -72,13 +72,22 @@ class Odyssey(System):
         """The smaller cells that a restart has left behind: a job starts on whole ones."""
 
     def start(self, world: World) -> Running:
-        # The first plan does not go by these, and so is the same for all that differ in them.
-        config = replace(self._told(world), policy="auto", respawn=0, shrink="auto")
-        self.now = _first_plan(world.job, world.profile, len(world.workers), config)
+        self.now = self._begun(world, len(world.workers))
         plan = self.now.plan
         if world.is_in_cells:
             self.home = plan.layout
         return Running(layout=plan.layout, step_s=plan.step_s, downtime_s=0.0)
+
+    def _begun(self, world: World, workers: int) -> Planned:
+        """Return how the job begins on so many ``workers``. Raises PlanInfeasible: it does not fit."""
+        # The first plan does not go by these, and so is the same for all that differ in them.
+        config = replace(self._told(world), policy="auto", respawn=0, shrink="auto")
+        if config.layout == "auto" and _MOST_PREPARED < workers < len(world.workers):
+            config = replace(config, layout=_DEFAULT.layout)
+        found = _first_plan(world.job, world.profile, workers, config)
+        if isinstance(found, str):
+            raise PlanInfeasible(found)
+        return found
 
     def _told(self, world: World) -> OdysseyConfig:
         return replace(self.config, mtbf_s=world.mtbf_s, horizon_s=world.mtbf_s * 4)
@@ -100,7 +109,7 @@ class Odyssey(System):
         self.left_behind &= now.shapes.keys()
         assert self.now is not None, "it has started"
         if running.layout is None:
-            return self._restart(world, now, self.now)
+            return self._restart(world, now)
         job, previous = self.now.job, replace(self.now.plan, layout=running.layout)
         state, config = without(cluster(world, now), self.left_behind), self._told(world)
         if len(state.alive) <= _MOST_PREPARED:
@@ -122,30 +131,27 @@ class Odyssey(System):
             found, profile = decided_with_or_without(decided, self.now.profile, job, state)
         except (LayersLost, PlanInfeasible):
             if now.lost or set(running.layout.workers) <= set(now.alive):
-                return self._restart(world, now, self.now)
+                return self._restart(world, now)
             return running.going_on  # it cannot do without a cell that was to leave
         plan, note = found.plan, found.rows[0].name
         self.now = Planned(job, plan, profile)
         return Running(layout=plan.layout, step_s=plan.step_s, downtime_s=plan.transition_s, note=note)
 
-    def _restart(self, world: World, now: CellsChange, before: Planned) -> Running:
-        """Restart as the job would: on whole replicas of whole cells, with the layout that it begins with there."""
+    def _restart(self, world: World, now: CellsChange) -> Running:
+        """Restart as the job would: on whole replicas of whole cells, with the plan that it begins with there."""
         self.left_behind = frozenset(now.shapes)
         whole = tuple(worker for worker in now.alive if worker not in now.shapes)
         replicas = healthy_layout(world, whole)
         if replicas is None:
             return stopped("restart: too few workers")
-        state, job = without(cluster(world, now), self.left_behind), before.job
-
-        def begun(profile: Profile) -> Plan:
-            layout = _layout_on(replicas.workers, job, profile)
-            return scheduled("restart", layout, (), state, profile, job=job, eager=job.eager_forwards)
-
         try:
-            plan, profile = planned_with_or_without(begun, before.profile, world.mtbf_s)
+            begun = self._begun(world, len(replicas.workers))
         except PlanInfeasible:
             return stopped("out of memory")
-        self.now = Planned(job, plan, profile)
+        except ConfigError:  # too few for --odyssey-redundancy-level
+            return stopped("restart: too few workers")
+        plan = replace(begun.plan, layout=_renumbered(begun.plan.layout, replicas.workers))
+        self.now = begun._replace(plan=plan)
         return from_checkpoint(world, plan.layout, plan.step_s, "restart")
 
 
@@ -159,21 +165,24 @@ def cluster(world: World, now: CellsChange | None = None) -> ClusterState:
     return with_sizes(without(state, set(dead)), now.shapes)
 
 
-@lru_cache(maxsize=8)
-def _first_plan(job: JobSpec, profile: Profile, workers: int, config: OdysseyConfig) -> Planned:
-    """Return how a job starts, which is the same on traces with the same mean time between failures.
+@lru_cache(maxsize=64)
+def _first_plan(job: JobSpec, profile: Profile, workers: int, config: OdysseyConfig) -> Planned | str:
+    """Return how a job starts, which is the same on traces with the same mean time between failures; or why it does not
+    fit, which may take as long to find out.
 
     Raises:
-        PlanInfeasible: it does not fit.
+        ConfigError: there are too few workers for its redundancy.
     """
     planner = PolicyPlanner(config, must_fit=True)
-    plan = planner.start(job, _whole_cluster(job, workers), to_json(profile)).plan
+    try:
+        plan = planner.start(job, _whole_cluster(job, workers), to_json(profile)).plan
+    except PlanInfeasible as error:
+        return str(error)
     return Planned(planner.job, plan, planner.known.given)
 
 
-def _layout_on(workers: Sequence[int], job: JobSpec, profile: Profile) -> Layout:
-    """Return the layout with which ``job`` begins on ``workers`` alone, ascending. Raises PlanInfeasible."""
-    layout = _first_layout(job, profile, len(workers))
+def _renumbered(layout: Layout, workers: Sequence[int]) -> Layout:
+    """Return ``layout``, of workers 0, 1, ..., on ``workers``, ascending."""
     return replace(
         layout,
         holders=tuple(tuple(workers[one] for one in found) for found in layout.holders),
@@ -183,11 +192,6 @@ def _layout_on(workers: Sequence[int], job: JobSpec, profile: Profile) -> Layout
             for route in layout.routes
         ),
     )
-
-
-@lru_cache(maxsize=64)
-def _first_layout(job: JobSpec, profile: Profile, workers: int) -> Layout:
-    return initial_plan(job, _whole_cluster(job, workers), profile).layout
 
 
 @lru_cache(maxsize=4)

@@ -8,11 +8,12 @@ import pytest
 
 from odyssey_megatron.cluster.job import JobSpec
 from odyssey_megatron.config import OdysseyConfig, policies
-from odyssey_megatron.errors import ConfigError
+from odyssey_megatron.errors import ConfigError, PlanInfeasible
 from odyssey_megatron.plan.layout import layout_from_routes, pipeline_route
 from odyssey_megatron.plan.scheduling.generate import order_routes
 from odyssey_megatron.policy.costs.profile import Profile
 from odyssey_megatron.policy.routes.rerouting import reroute
+from odyssey_megatron.studies import odyssey
 from odyssey_megatron.studies.baselines import (
     Bamboo,
     Restart,
@@ -341,19 +342,61 @@ def test_no_change_ends_a_restart(change):
         assert found[one.system].downtime_s >= WORLD.profile.restart_s, one.system
 
 
-def test_a_restart_begins_as_a_job_does():
-    """On the whole pipelines of whoever lives, under ``--odyssey-layout auto`` with the best layout of these."""
-    alive, restarted = (1, 2, 3, 5, 6, 7, 9, 10, 11), []
+ALIVE = (1, 2, 3, 5, 6, 7, 9, 10, 11)
+
+
+def restarted(one, world=WORLD, given_up=False):
+    """How ``one``, which began on twelve workers, restarts on :data:`ALIVE`; ``given_up``: it kept no messages."""
+    world = replace(world, workers=tuple(range(12)))
+    one.start(world)
+    if given_up:
+        one.now = one.now._replace(profile=one.now.profile.without_messages)
+    change = CellsChange(t_s=1.0, alive=ALIVE, lost=False)
+    return one.go_on(world, stopped("too few workers"), change)
+
+
+@pytest.mark.parametrize("slower", [0.0, 0.3])
+def test_a_restart_begins_as_a_job_does(slower):
+    """On the whole pipelines of whoever lives, under ``--odyssey-layout auto`` with the best layout of these; as much
+    slower for memory, and with messages that the job before gave up.
+    """
+    world, steps_s = replace(WORLD, job=replace(WORLD.job, slower_for_memory=slower)), []
     for config in (OdysseyConfig(), OdysseyConfig(layout="auto")):
-        one, of_eight = Odyssey(config), Odyssey(config).start(WORLD)
-        one.start(replace(WORLD, workers=tuple(range(12))))
-        change = CellsChange(t_s=1.0, alive=alive, lost=False)
-        after = one.go_on(replace(WORLD, workers=tuple(range(12))), stopped("too few workers"), change)
+        one, of_eight = Odyssey(config), Odyssey(config).start(world)
+        after = restarted(one, world, given_up=True)
         assert after.restarted
-        assert after.layout.workers == alive[:8]
-        assert after.step_s == pytest.approx(of_eight.step_s)
-        restarted.append(after.step_s)
-    assert restarted[1] < 0.99 * restarted[0]
+        assert after.layout.workers == one.now.plan.layout.workers == ALIVE[:8]
+        assert after.step_s == of_eight.step_s
+        assert one.now.profile.costs.keeps_messages
+        steps_s.append(after.step_s)
+    assert steps_s[1] < 0.99 * steps_s[0]
+    assert (steps_s[0] > Odyssey().start(WORLD).step_s) == bool(slower)
+
+
+def test_a_large_restart_has_the_layout_of_the_launch_line(monkeypatch):
+    """Otherwise each number of workers would be searched for as long as for a start."""
+    own, best = (restarted(Odyssey(OdysseyConfig(layout=one))) for one in ("megatron", "auto"))
+    monkeypatch.setattr(odyssey, "_MOST_PREPARED", 7)
+    large = restarted(Odyssey(OdysseyConfig(layout="auto")))
+    assert large.layout == own.layout != best.layout
+
+
+def test_that_a_restart_does_not_fit_is_found_out_once(monkeypatch):
+    made = []
+    planner = odyssey.PolicyPlanner
+    monkeypatch.setattr(odyssey, "PolicyPlanner", lambda *a, **given: made.append(1) or planner(*a, **given))
+    small = replace(WORLD, profile=Profile(costs=replace(COSTS, memory_bytes=9)))
+    for _ in range(2):
+        with pytest.raises(PlanInfeasible):
+            Odyssey().start(small)
+    assert len(made) == 1
+
+
+def test_a_restart_with_too_few_workers_for_the_redundancy_is_none():
+    """A job with them is refused."""
+    world = replace(WORLD, job=replace(WORLD.job, least_holders=9), workers=tuple(range(12)))
+    after = restarted(Odyssey(OdysseyConfig(redundancy="state", redundancy_level=8)), world)
+    assert (after.layout, after.note) == (None, "restart: too few workers")
 
 
 def test_nothing_is_trained_while_it_stands_still():
