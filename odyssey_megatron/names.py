@@ -64,9 +64,14 @@ def size_text(size_bytes: int) -> str:
 
 
 def about_size_text(size_bytes: int) -> str:
-    """Return a size as text, in GiB or, below one GiB, in MiB: ``71.6 GiB``, ``3.2 MiB``."""
-    is_large = size_bytes >= 2**30
-    return f"{size_bytes / (2**30 if is_large else 2**20):.1f} {'GiB' if is_large else 'MiB'}"
+    """Return a size as text in the largest unit of which it rounds to 1.0 or more: ``71.6 GiB``, ``3.2 MiB``,
+    ``12.0 KiB``.
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        text = f"{size_bytes / unit:.1f}"
+        if float(text) >= 1:
+            return f"{text} {name}"
+    return f"{size_bytes:,} bytes"
 
 
 def lengths_text(counts: Iterable[tuple[int, int]]) -> str:

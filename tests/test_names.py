@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey_megatron.names import layer_name, layer_names, lengths_text, step_name
+from odyssey_megatron.names import about_size_text, layer_name, layer_names, lengths_text, step_name
 from tests.test_imports import PACKAGE, sources
 
 
@@ -36,6 +36,12 @@ def test_steps():
 def test_pipelines_are_counted_where_there_are_many():
     assert lengths_text([(8, 2), (7, 1)]) == "8+8+7"
     assert lengths_text([*[(18, 1)] * 900, (17, 2)]) == "900x18+2x17"
+
+
+def test_sizes_are_rounded_in_a_unit_that_they_fill():
+    sizes = {0: "0 bytes", 900: "900 bytes", 2000: "2.0 KiB", 51_000: "49.8 KiB", 2**20 - 1: "1.0 MiB"}
+    sizes |= {3_355_443: "3.2 MiB", 2**30 - 1: "1.0 GiB", 2**30: "1.0 GiB", 71 * 2**30: "71.0 GiB"}
+    assert {size: about_size_text(size) for size in sizes} == sizes
 
 
 MODULES = {

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from odyssey_megatron.cluster.cell import Cell
 from odyssey_megatron.cluster.cells import Cells
 from odyssey_megatron.cluster.job import JobSpec
+from odyssey_megatron.names import about_size_text
 from odyssey_megatron.plan.layout import Block, Layout
 from odyssey_megatron.plan.placing.groups import (
     NO_NODES,
@@ -66,7 +67,8 @@ class Communicators:
     @property
     def held(self) -> str:
         """Number and memory of the communicators, for people."""
-        return f"{self.count} communicators a rank at most, with NCCL up to {self.num_bytes / 2**30:.1f} GiB of its GPU"
+        size = about_size_text(self.num_bytes)
+        return f"{self.count} communicators a rank at most, with NCCL up to {size} of its GPU"
 
     @property
     def connected(self) -> str:
