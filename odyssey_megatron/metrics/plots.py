@@ -126,7 +126,9 @@ def all_figures(run: Run, reference: Run | None) -> tuple[Picture, ...]:
         before, after = before_and_after(recovery, whole)
         if before and after and len(pictures) < 2 + _SCHEDULES:
             since = [row for row in run.recoveries[:number] if row.generation > before.generation]
-            dead = frozenset(rank for row in since for rank in row.dead)
+            dead = frozenset(rank for row in since for rank in row.dead) - run.members.get(
+                recovery.generation, frozenset()
+            )
             pictures.append(_schedule_picture(number, recovery, before, after, dead))
     return tuple(pictures)
 

@@ -52,6 +52,8 @@ class Run:
     switches: tuple[Switch, ...]
     decisions: tuple[DecisionRecord, ...]
     traced: tuple[ExecutedStep, ...]
+    members: dict[int, frozenset[int]]
+    """Generation -> the ranks that began it."""
     samples: SampleCheck
     state: Live
     """The last state of the job."""
@@ -117,6 +119,10 @@ def read_run(run_dir: str | Path) -> Run:
             switches=switches(events),
             decisions=decisions(events),
             traced=executed_steps(events),
+            members={
+                event["generation"]: frozenset(event["members"])
+                for event in named(events, "generation_started")
+            },
             samples=check_samples(events, steps),
             state=live(name, events),
             ended=frozenset(ended_with_the_job(events)),

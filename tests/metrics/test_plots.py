@@ -1,7 +1,11 @@
 """The picture of a schedule."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
+from odyssey_megatron.metrics import plots
 from odyssey_megatron.metrics.plots import LIGHT, schedule_figure
 from odyssey_megatron.metrics.traces import Box, ExecutedStep
 
@@ -35,6 +39,22 @@ def test_who_is_gone_is_lost_only_if_dead():
     axes = schedule_figure([("before", both, frozenset()), ("after", one, frozenset({2}))], LIGHT).axes
     assert not axes[0].texts
     assert [text.get_text() for text in axes[1].texts] == ["idle", "lost"]
+
+
+def test_who_has_come_back_is_not_lost(monkeypatch):
+    """Rank 1 dies in generation 2, is back in 3, and rank 2 dies in 4; no step of 2 and 3 was traced."""
+    drawn = []
+    monkeypatch.setattr(plots, "_picture", lambda *_: None)
+    monkeypatch.setattr(plots, "_schedule_picture", lambda *asked: drawn.append(asked[-1]))
+    traced = (executed(3, (0,)), replace(executed(1, (0,)), step=9, generation=4))
+    run = SimpleNamespace(
+        traced=traced,
+        steps=traced,
+        recoveries=[SimpleNamespace(generation=2, dead=(1,)), SimpleNamespace(generation=4, dead=(2,))],
+        members={1: frozenset({0, 1, 2}), 2: frozenset({0, 2}), 4: frozenset({0, 1})},
+    )
+    plots.all_figures(run, None)
+    assert drawn == [{2}]
 
 
 @pytest.mark.parametrize("microbatches", [(-1,), (10**90,)])
