@@ -106,7 +106,7 @@ def test_a_job_whose_lock_was_removed_has_it_again_at_its_next_save(tmp_path, mo
         raise saving.NotSaved
 
     monkeypatch.setattr(saving, "_of_first_rank", no_further)
-    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saving.dist, "get_rank", lambda group=None: 0)
     monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
     starts(tmp_path)
     lock = tmp_path / ".odyssey.lock-aaaa"
@@ -216,7 +216,7 @@ def test_a_complete_checkpoint_that_is_not_the_latest_survives_a_death_between_t
 @pytest.fixture
 def put(tmp_path, monkeypatch):
     """A job of one rank whose save of iteration 9 was put in place before a death; that of 6 was the latest."""
-    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saving.dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(saving.dist, "broadcast_object_list", lambda outcome, src: None)
     monkeypatch.setattr(saving, "where", lambda iteration: tmp_path / f"iter_{iteration:07d}")
     monkeypatch.setattr(attempts, "noted", attempts.Noted())

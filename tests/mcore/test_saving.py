@@ -243,7 +243,7 @@ def test_a_folder_that_is_another_one_on_other_nodes_is_said_before_anything_is_
         all_of_them[:] = [mine, False, mine]
 
     monkeypatch.setattr(saving.dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(saving.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saving.dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(saving.dist, "broadcast_object_list", lambda outcome, src: None)
     monkeypatch.setattr(saving.dist, "all_gather_object", found)
     with pytest.raises(
