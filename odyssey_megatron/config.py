@@ -241,7 +241,7 @@ class OdysseyConfig:
     memory_headroom_percent: int = _flag(
         10,
         "share of a GPU's memory that no plan may use (in percent). With a profile (--odyssey-profile, or --profile "
-        "and --fit of 'odyssey plan' without --gpu-memory-gib) plans may use what it says",
+        "and --fit of 'odyssey plan' without --gpu-memory-gib) plans may use what it says, if it says any",
         within=Between(1, 99, whole=True),
     )
     slower_for_memory_percent: float = _flag(

@@ -101,6 +101,11 @@ class Fitted:
         )
 
     @property
+    def knows_memory(self) -> bool:
+        """Whether a run knows its GPUs' memory, as none does on CPUs."""
+        return any(one.costs.gpu_bytes is not None for one in self.runs)
+
+    @property
     def _link(self) -> Profile:
         """The run with the largest messages: the times of small messages say little about a rate."""
         return max(self.runs, key=lambda one: one.costs.message_bytes)

@@ -123,7 +123,7 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         type=_MEMORY_GIB,
         metavar="GIB",
         help="memory of a GPU, of which plans may use all but --odyssey-memory-headroom-percent (default: the "
-        "--accelerator's; with --profile or --fit what the runs' plans might use)",
+        "--accelerator's; with --profile or --fit what the runs' plans might use, if they had a limit)",
     )
     parser.add_argument(
         "--profile",
@@ -136,9 +136,9 @@ def add_scenario_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="RUN",
         help="a run's folder, or its profile.json, of any model on such GPUs: what it has measured says which FLOPs "
-        "they achieve, and what links and memory they have, in place of --accelerator. May be repeated: layers of two "
-        "sizes show what one takes whatever its size. Of these and --profile, the last run with as many experts in "
-        "gangs as large says how unevenly they are loaded",
+        "they achieve, and what links and memory they have, in place of --accelerator (whose memory counts if no run "
+        "knows any). May be repeated: layers of two sizes show what one takes whatever its size. Of these and "
+        "--profile, the last run with as many experts in gangs as large says how unevenly they are loaded",
     )
     _add_sizes(parser)
 
@@ -248,7 +248,9 @@ def _costs(
         )
         return f"{line.name} on {options.accelerator}", estimate, told
     found = fitted(options.fit)
-    notes = (str(found), found.far(estimate))
+    notes = [str(found), found.far(estimate)]
+    if not found.knows_memory and options.gpu_memory_gib is None:
+        notes.append(f"no run knows its GPUs' memory: that of --accelerator {options.accelerator} counts")
     return f"{line.name}, as {', '.join(options.fit)}", found.profile(estimate), tuple(filter(None, notes))
 
 

@@ -1,5 +1,6 @@
 """What runs of some sizes have measured predicts runs of others."""
 
+import argparse
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from odyssey_megatron.studies.presets import (
     Accelerator,
     Model,
 )
+from odyssey_megatron.studies.scenario import add_scenario_arguments, scenario_from
 from odyssey_megatron.studies.whatif import main_plan
 from tests.plan.samples import preset_profile
 
@@ -99,6 +101,13 @@ def test_where_no_run_knows_its_memory_that_of_the_accelerator_counts(tmp_path):
     for estimate in (plain, replace(plain, costs=plain.costs.with_room(2**30))):
         assert fitted(runs[:1]).profile(estimate).costs.memory_bytes == estimate.costs.memory_bytes
     assert fitted(runs).profile(plain).costs.memory_bytes == 60 * 2**30
+    for these, said in ((runs[:1], True), (runs, False)):
+        fits = [word for run in these for word in ("--fit", str(run))]
+        parser = argparse.ArgumentParser()
+        add_scenario_arguments(parser)
+        given = ["--cluster", "2x8", "--model", "llama2-13b", "--accelerator", "h200", *fits]
+        notes = scenario_from(parser.parse_args(given)).notes
+        assert ("no run knows its GPUs' memory: that of --accelerator h200 counts" in notes) == said
 
 
 def test_layers_of_two_sizes_show_what_one_takes_whatever_its_size(tmp_path):
