@@ -21,7 +21,11 @@ class Commits:
     step: Numbers
     generation: Numbers
     at_s: Times
-    """The time of the first report of each; NaN: on no common clock."""
+    """The time of the first report of each in that generation; NaN: on no common clock."""
+    first_s: Times
+    """The time of the first report of each in any generation: where the rank that reports has died, the next one
+    reports the last step again.
+    """
     tokens: Numbers
 
     def __len__(self) -> int:
@@ -37,27 +41,38 @@ class Commits:
     def and_of(self, events: Sequence[JournalEvent]) -> Commits:
         """Return these and those in ``events``, which have ``at_s``."""
         reports = [event for event in events if event["event"] == "step_committed"]
+        at_s = np.array([one["at_s"] for one in reports], np.float64)
         newer = _latest(
             step=np.array([one["step"] for one in reports], np.int64),
             generation=np.array([one["generation"] for one in reports], np.int64),
-            at_s=np.array([one["at_s"] for one in reports], np.float64),
+            at_s=at_s,
+            first_s=at_s,
             tokens=np.array([one.get("tokens", 0) for one in reports], np.int64),
         )
         return _latest(
             step=np.concatenate([self.step, newer.step]),
             generation=np.concatenate([self.generation, newer.generation]),
             at_s=np.concatenate([self.at_s, newer.at_s]),
+            first_s=np.concatenate([self.first_s, newer.first_s]),
             tokens=np.concatenate([self.tokens, newer.tokens]),
         )
 
 
-def _latest(*, step: Numbers, generation: Numbers, at_s: Times, tokens: Numbers) -> Commits:
-    """Return one row for each step: of several reports, the first of the last generation."""
+def _latest(*, step: Numbers, generation: Numbers, at_s: Times, first_s: Times, tokens: Numbers) -> Commits:
+    """Return one row for each step: of several reports, the first of the last generation; the least of ``first_s``."""
     if (np.diff(step) > 0).all():  # the usual, which needs no sorting
-        return Commits(step=step, generation=generation, at_s=at_s, tokens=tokens)
+        return Commits(step=step, generation=generation, at_s=at_s, first_s=first_s, tokens=tokens)
     order = np.lexsort((at_s, -generation, step))  # NaN is last
-    order = order[np.diff(step[order], prepend=-2) != 0]
-    return Commits(step=step[order], generation=generation[order], at_s=at_s[order], tokens=tokens[order])
+    rows = np.flatnonzero(np.diff(step[order], prepend=-2))
+    first_s = np.fmin.reduceat(first_s[order], rows)
+    order = order[rows]
+    return Commits(
+        step=step[order],
+        generation=generation[order],
+        at_s=at_s[order],
+        first_s=first_s,
+        tokens=tokens[order],
+    )
 
 
 @dataclass(slots=True)
@@ -93,13 +108,16 @@ class OldReports:
             np.concatenate([np.array(getattr(one, name), np.int64) for one in self._by_clock.values()])
             for name in ("step", "generation", "tokens")
         )
-        at_s = [clock.all_at_s(name, np.array(one.t_s)) for name, one in self._by_clock.items()]
-        return _latest(step=step, generation=generation, at_s=np.concatenate(at_s), tokens=tokens)
+        at_s = np.concatenate(
+            [clock.all_at_s(name, np.array(one.t_s)) for name, one in self._by_clock.items()]
+        )
+        return _latest(step=step, generation=generation, at_s=at_s, first_s=at_s, tokens=tokens)
 
 
 NO_COMMITS = _latest(
     step=np.array([], np.int64),
     generation=np.array([], np.int64),
     at_s=np.array([], np.float64),
+    first_s=np.array([], np.float64),
     tokens=np.array([], np.int64),
 )

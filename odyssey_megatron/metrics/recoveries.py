@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from odyssey_megatron.metrics.commits import NO_COMMITS, Commits
 from odyssey_megatron.metrics.timeline import JournalEvent, Times, known
 
@@ -129,7 +131,8 @@ def recoveries(events: Sequence[JournalEvent], older: Commits = NO_COMMITS) -> t
     """
     # Collected once, as a long job has a million steps.
     told = {name: named(events, name) for name in _TOLD}
-    committed_s = (older.and_of(events) if told["stood_still"] else older).at_s
+    commits = older.and_of(events) if told["stood_still"] else older
+    committed_s = np.concatenate([commits.first_s, commits.at_s])
     taken = (
         event for event in told["decision"] if not event.get("planned") and event.get("why") != "observed"
     )
@@ -256,8 +259,8 @@ def _failed_at_s(
 ) -> float:
     """Return when a failure was that was noticed at ``noticed_s``: earlier, if the coordinator stood still before.
 
-    Training went on until the last of the steps that were ``committed_s``, and again once the recovery before was
-    complete, at ``complete_s``.
+    Training went on until the last of the times when steps were committed, ``committed_s``, and again once the
+    recovery before was complete, at ``complete_s``.
     """
     for pause in pauses:
         began_s = pause["at_s"] - pause["lasted_s"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from odyssey_megatron.metrics.commits import NO_COMMITS
 from odyssey_megatron.metrics.journal import read_journal
 from odyssey_megatron.metrics.recoveries import recoveries
 from odyssey_megatron.metrics.run import read_run
@@ -160,6 +161,29 @@ def test_a_pause_is_part_of_one_stall_though_two_failures_were_noticed_behind_it
         event("decision", noticed_s, rank + 1, dead=[rank])
         event("recovered", resumed_s, rank + 1, dead=[rank], outcome="resume", resumed_s=resumed_s)
     assert [row.stall_s for row in recoveries(events)] == pytest.approx(stalls_s, abs=1e-6)
+
+
+def test_a_step_that_is_reported_again_behind_a_pause_was_committed_before_it():
+    """Rank 0 reported it, and has died: the next one that reports does so in the new generation."""
+    events = []
+
+    def event(name, at_s, generation, step=11, **values):
+        events.append(
+            {"event": name, "t_s": at_s, "at_s": at_s, "generation": generation, "step": step, **values}
+        )
+
+    event("decision", 10.0, 1, dead=[])
+    event("step_committed", 80.0, 1, 10)
+    event("step_committed", 110.0, 1)
+    event("stood_still", 700.0, -1, lasted_s=650.0)
+    event("failure_detected", 700.05, 1, dead=[0], cause="killed")
+    event("decision", 700.1, 2, dead=[0])
+    event("step_committed", 701.5, 2)
+    event("recovered", 702.0, 2, rank=1, dead=[0], outcome="resume", resumed_s=702.0)
+    assert [row.stall_s for row in recoveries(events)] == [pytest.approx(592.0)]
+    older = NO_COMMITS.and_of(events)
+    kept = [one for one in events if one["event"] != "step_committed"]
+    assert recoveries(kept, older) == recoveries(events)
 
 
 class Counted(list):
