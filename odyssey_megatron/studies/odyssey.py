@@ -49,7 +49,8 @@ class Planned(NamedTuple):
 
 _MOST_PREPARED = 1024
 """The largest number of workers for which is searched as thoroughly as a job does beside its steps, or for the layout
-of a restart on fewer than all. It takes half a second, and half a minute for four times as many.
+of a restart on fewer than all. It takes half a second, and half a minute for four times as many. A larger restart that
+does not fit in Megatron's layout is searched for all the same.
 """
 
 
@@ -82,9 +83,12 @@ class Odyssey(System):
         """Return how the job begins on so many ``workers``. Raises PlanInfeasible: it does not fit."""
         # The first plan does not go by these, and so is the same for all that differ in them.
         config = replace(self._told(world), policy="auto", respawn=0, shrink="auto")
+        quick = config
         if config.layout == "auto" and _MOST_PREPARED < workers < len(world.workers):
-            config = replace(config, layout=_DEFAULT.layout)
-        found = _first_plan(world.job, world.profile, workers, config)
+            quick = replace(config, layout=_DEFAULT.layout)
+        found = _first_plan(world.job, world.profile, workers, quick)
+        if isinstance(found, str) and quick != config:  # another layout may need less memory
+            found = _first_plan(world.job, world.profile, workers, config)
         if isinstance(found, str):
             raise PlanInfeasible(found)
         return found

@@ -381,6 +381,18 @@ def test_a_large_restart_has_the_layout_of_the_launch_line(monkeypatch):
     assert large.layout == own.layout != best.layout
 
 
+def test_a_large_restart_for_which_that_layout_is_too_large_has_the_best_one(monkeypatch):
+    """Its job would start, too."""
+    world = replace(WORLD, profile=Profile(costs=replace(COSTS, memory_bytes=12)))
+    best = restarted(Odyssey(OdysseyConfig(layout="auto")), world)
+    with pytest.raises(PlanInfeasible):
+        Odyssey().start(world)
+    monkeypatch.setattr(odyssey, "_MOST_PREPARED", 7)
+    large = restarted(Odyssey(OdysseyConfig(layout="auto")), world)
+    assert large.restarted
+    assert large.layout == best.layout
+
+
 def test_that_a_restart_does_not_fit_is_found_out_once(monkeypatch):
     made = []
     planner = odyssey.PolicyPlanner
