@@ -82,13 +82,12 @@ class Fitted:
         inner = len(estimate.costs.layers) - 2
         works = (self.embedding, *(self.layer,) * inner, self.head)
         link = self._link.costs
-        memory = [size for one in self.runs if (size := one.costs.gpu_bytes) is not None]
         costs = replace(
             estimate.costs,
             layers=tuple(map(_timed, estimate.costs.layers, works, estimate.operations)),
             link_latency_s=link.link_latency_s,
             link_bytes_per_s=link.link_bytes_per_s,
-            memory_bytes=min(memory, default=estimate.costs.gpu_bytes),
+            memory_bytes=min(self._memory_bytes, default=estimate.costs.gpu_bytes),
             agreement_s=max(one.costs.agreement_s for one in self.runs),
             optimizer_s_per_byte=statistics.median(one.costs.optimizer_s_per_byte for one in self.runs),
         ).with_room(estimate.costs.run_again_bytes)
@@ -103,7 +102,12 @@ class Fitted:
     @property
     def knows_memory(self) -> bool:
         """Whether a run knows its GPUs' memory, as none does on CPUs."""
-        return any(one.costs.gpu_bytes is not None for one in self.runs)
+        return bool(self._memory_bytes)
+
+    @property
+    def _memory_bytes(self) -> list[int]:
+        """The memory of the GPUs of each run that knows it."""
+        return [size for one in self.runs if (size := one.costs.gpu_bytes) is not None]
 
     @property
     def _link(self) -> Profile:
