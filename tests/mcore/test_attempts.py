@@ -160,6 +160,33 @@ def test_where_no_locks_are_what_may_still_be_written_stays(tmp_path, monkeypatc
     assert "seems to be running" not in capfd.readouterr().err
 
 
+def test_where_no_locks_are_each_rank_asks_once(tmp_path, monkeypatch):
+    """Thousands of ranks do so, at the start and at each save. What others have locked there stays."""
+    asked = []
+
+    def no_locks(number, how):
+        asked.append(how)
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
+    lock = tmp_path / ".odyssey.lock-aaaa"
+    lock.touch()  # by a rank on a node with locks
+    for _ in range(3):
+        attempts.hold(tmp_path, is_first=False)
+    assert len(asked) == 1
+    assert lock.exists()
+
+
+def test_names_of_others_that_look_alike_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
+    (tmp_path / ".odyssey-run").mkdir()
+    (tmp_path / ".odyssey-iter_0000003-aaaa-0123-before.bak").touch()
+    starts(tmp_path)
+    saving._sweep(tmp_path / "iter_0000003")
+    assert names(tmp_path) == [".odyssey-iter_0000003-aaaa-0123-before.bak", ".odyssey-run"]
+
+
 def test_what_nobody_has_written_for_an_hour_is_idle_and_a_new_name_counts(tmp_path, monkeypatch):
     checkpoint = written(tmp_path / "iter_0000003")
     before_s = time.time() - 7200
@@ -193,6 +220,36 @@ def test_a_job_that_starts_leaves_another_one_between_its_two_renames(tmp_path, 
     saving.check(args, joins=False, is_first=True)
     assert saving.damage(tmp_path / "iter_0000003") == []
     assert attempt.exists(), "whoever only loads removes nothing"
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("flag", ["save", "load"])
+def test_the_latest_checkpoint_is_not_left_without_its_name(tmp_path, monkeypatch, rank_of, flag):
+    """The lock of a node that was lost is held for a while. A job that lives needs no time for two renames."""
+    rank_of("bbbb", 1)
+    track(tmp_path, "3")
+    between_two_renames("bbbb", tmp_path, monkeypatch)
+    monkeypatch.setenv("ODYSSEY_JOB", "aaaa")
+    monkeypatch.setattr(attempts, "_RENAMES_WITHIN_S", 0.3)
+    saving.check(args_of(**{flag: str(tmp_path)}, rank=0), joins=False, is_first=True)
+    assert saving.damage(tmp_path / "iter_0000003") == []
+
+
+def test_what_has_lost_files_gets_no_name_back(tmp_path, monkeypatch):
+    """It was being removed when its rank was killed, and what replaced it has been deleted since."""
+    (tmp_path / ".odyssey.lock-aaaa").touch()
+    attempt = between_two_renames("aaaa", tmp_path, monkeypatch)
+    forget(attempts.before(attempt))
+    monkeypatch.setenv("ODYSSEY_JOB", "bbbb")
+    saving._sweep(tmp_path / "iter_0000006")
+    assert names(tmp_path) == []
+    attempt = between_two_renames("bbbb", tmp_path, monkeypatch)
+    removed = []
+    monkeypatch.setattr(saving.shutil, "rmtree", lambda path, ignore_errors: removed.append(path.name))
+    saving.remove(attempts.before(attempt))
+    (gone,) = removed
+    assert (tmp_path / gone).exists()
+    assert not attempts._part(tmp_path / gone, "before")
 
 
 @pytest.mark.parametrize("by", ["aaaa", "bbbb"], ids=["the next save", "the next job"])

@@ -2,8 +2,8 @@
 
 Their names have that of the job. Each rank that saves holds a shared lock on a file of its job beside them, which the
 kernel drops when the rank ends, however it does. So who gets that lock for itself knows that the job is gone. If it
-cannot be had, the job seems to live, and what it may still write stays: it may live, its node may be lost to a file
-server that does not know yet, or the file system takes no locks.
+cannot be had, the job seems to live, and what it may still write stays until nobody has written there for an hour: it
+may live, its node may be lost to a file server that does not know yet, or the file system takes no locks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from odyssey_megatron.metrics.journal import host_name
@@ -31,11 +31,15 @@ _LOCK = ".odyssey.lock-"
 _TRIES, _AGAIN_S = 10, 0.02
 """For a lock that another job has for a moment, to see whether this one lives."""
 _SHOWN_BYTES = 200
+_RENAMES_WITHIN_S, _LOOK_S = 10.0, 0.1
+"""Limit for a job that lives to put a new checkpoint into the place of the one before it, which are two renames."""
 _IDLE_S = 3600.0
 """Seconds in which a save that goes on writes something."""
 
 _held: dict[Path, int] = {}
 """Folders in which this process holds its job's lock, with the descriptors."""
+_without_locks = set[Path]()
+"""Folders in which no lock can be had."""
 
 
 class Noted:
@@ -73,7 +77,8 @@ def unfinished(path: Path) -> Path:
 
 
 def is_unfinished(path: Path) -> bool:
-    return path.name.startswith(_UNFINISHED)
+    """Whether ``path`` has no name of a checkpoint, nor one by which it gets such a name back."""
+    return path.name.startswith(_UNFINISHED) and not path.name.endswith(_BEFORE)
 
 
 def before(attempt: Path) -> Path:
@@ -103,29 +108,39 @@ def hold(folder: Path, *, is_first: bool) -> None:
     """
     folder = folder.resolve()
     path = folder / (_LOCK + _job())
+    if folder in _without_locks:
+        return
     if folder in _held:
         if _is_at(path, _held[folder]):
             return
         os.close(_held.pop(folder))  # somebody has removed it
     for _ in range(_TRIES):
-        try:
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:
+        number, is_new = _made(path)
+        if number < 0:
             return
-        if _is_locked(number, fcntl.LOCK_SH) and _is_at(path, number):
+        is_locked = _is_locked(number, fcntl.LOCK_SH)
+        if is_locked and _is_at(path, number):
             _held[folder] = number
             break
         os.close(number)
+        if is_locked is None:
+            _without_locks.add(folder)
+            if is_new:  # nobody could tell later that the job is gone
+                path.unlink(missing_ok=True)
+            return
         time.sleep(_AGAIN_S)
-    else:
-        with contextlib.suppress(OSError):
-            if not path.stat().st_size:  # no locks here: nobody could tell later that the job is gone
-                path.unlink()
-        return
-    if is_first:
+    if is_first and folder in _held:
         with contextlib.suppress(OSError):
             os.ftruncate(_held[folder], 0)
             os.pwrite(_held[folder], f"process {os.getpid()} on {host_name()}".encode(), 0)
+
+
+def _made(path: Path) -> tuple[int, bool]:
+    """A descriptor of the file ``path``, and whether this call has made it; -1 if it cannot be opened."""
+    for more in (os.O_EXCL, 0):
+        with contextlib.suppress(OSError):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | more, 0o666), bool(more)
+    return -1, False
 
 
 def say_others(flag: str, folder: Path) -> None:
@@ -133,7 +148,7 @@ def say_others(flag: str, folder: Path) -> None:
     locks of a node that was lost stay for a while, and look the same.
     """
     for path, is_gone in _locks_of_others(folder).items():
-        if is_gone:
+        if is_gone is not False:
             continue
         first = ""
         with contextlib.suppress(OSError):
@@ -147,9 +162,9 @@ def say_others(flag: str, folder: Path) -> None:
         )
 
 
-def _locks_of_others(parent: Path) -> dict[Path, bool]:
-    """The lock files of other jobs in ``parent``, and whether each of these jobs is gone."""
-    found = {}
+def _locks_of_others(parent: Path) -> dict[Path, bool | None]:
+    """The lock files of other jobs in ``parent``, and whether each of these jobs is gone; None: nobody can tell."""
+    found = dict[Path, bool | None]()
     for path in parent.glob(f"{_LOCK}*"):
         if path.name != _LOCK + _job():
             with _to_itself(path) as is_gone:
@@ -158,8 +173,10 @@ def _locks_of_others(parent: Path) -> dict[Path, bool]:
 
 
 @contextlib.contextmanager
-def _to_itself(path: Path) -> Iterator[bool]:
-    """Whether this process has the lock ``path`` for itself, so that no rank of its job lives, or takes it now."""
+def _to_itself(path: Path) -> Iterator[bool | None]:
+    """Whether this process has the lock ``path`` for itself, so that no rank of its job lives, or takes it now; None:
+    nobody can tell.
+    """
     number = None
     # NFS has an exclusive lock only for who may write; another user's file may allow reading alone.
     for how in (os.O_RDWR, os.O_RDONLY):
@@ -167,19 +184,23 @@ def _to_itself(path: Path) -> Iterator[bool]:
             number = os.open(path, how | os.O_CLOEXEC)
             break
     if number is None:
-        yield False
+        yield None
         return
     try:
-        yield _is_locked(number, fcntl.LOCK_EX) and _is_at(path, number)
+        is_locked = _is_locked(number, fcntl.LOCK_EX)
+        yield is_locked and _is_at(path, number)
     finally:
         os.close(number)
 
 
-def _is_locked(number: int, how: int) -> bool:
+def _is_locked(number: int, how: int) -> bool | None:
+    """Whether the lock was free, and is had now; None: it cannot be had here."""
     try:
         fcntl.flock(number, how | fcntl.LOCK_NB)
-    except OSError:  # others hold it, or the file system takes no locks
+    except BlockingIOError:
         return False
+    except OSError:  # the file system takes no locks, or, over NFS, this user may not write
+        return None
     return True
 
 
@@ -196,12 +217,11 @@ def abandoned(parent: Path) -> tuple[list[Path], list[Path]]:
     """What no other job goes on writing in ``parent``: what is unfinished, and folders of checkpoints. The latter may
     be empty, or complete.
     """
-    found = list(
-        parent.glob(f"{_UNFINISHED}*")
-    )  # before the locks: whoever has made one of these has its own by then
+    # Before the locks: whoever has made one of these has its own by then.
+    found = [one for one in parent.glob(f"{_UNFINISHED}*") if _NAME.fullmatch(one.name)]
     gone, alone = {_job()}, True
     for path, is_gone in _locks_of_others(parent).items():
-        alone = alone and is_gone
+        alone = alone and bool(is_gone)
         if is_gone:
             gone.add(path.name.removeprefix(_LOCK))
     left = []
@@ -212,18 +232,36 @@ def abandoned(parent: Path) -> tuple[list[Path], list[Path]]:
     return left, [one for one in parent.glob("iter_*") if alone or _is_idle(one)]
 
 
-def put_back(left: list[Path]) -> list[Path]:
+def put_back(left: list[Path], is_whole: Callable[[Path], bool]) -> list[Path]:
     """Give checkpoints among what is ``left`` of saves their names back, if they lost them to a save of the same
-    iteration that did not come to its end. Returns the rest. Raises OSError.
+    iteration that did not come to its end, and are whole. Returns the rest. Raises OSError.
     """
     rest = []
     for one in left:
         folder = one.with_name(_part(one, "of"))
-        if not _part(one, "before") or (folder.is_dir() and any(folder.iterdir())):
-            rest.append(one)
-        else:
+        if _part(one, "before") and not _is_there(folder) and is_whole(one):
             one.rename(folder)
+        else:
+            rest.append(one)
     return rest
+
+
+def await_latest(parent: Path, latest: str) -> list[Path]:
+    """What is left of ``latest``, the checkpoint that the tracker file names, where it is not there for long: another
+    job's save has taken its name, and has not come to its end. Waits for that.
+    """
+    ends_s = time.monotonic() + _RENAMES_WITHIN_S
+    while True:
+        found = [
+            one for one in parent.glob(f"{_UNFINISHED}{latest}-*{_BEFORE}") if _part(one, "of") == latest
+        ]
+        if not latest or not found or _is_there(parent / latest) or time.monotonic() > ends_s:
+            return [] if _is_there(parent / latest) else found
+        time.sleep(_LOOK_S)
+
+
+def _is_there(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def forget_gone(parent: Path) -> None:

@@ -65,7 +65,8 @@ def check(args: Any, *, joins: bool, is_first: bool = False) -> None:
     read = (args.save, args.load, args.non_persistent_global_ckpt_dir) if is_first and not joins else ()
     for folder in filter(None, read):
         with contextlib.suppress(OSError, ValueError):
-            attempts.put_back(attempts.abandoned(Path(folder))[0])
+            _put_back(attempts.abandoned(Path(folder))[0])
+            _put_back(attempts.await_latest(Path(folder), tracked(Path(folder))))
     if args.save and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
         raise ConfigError(
             f"--non-persistent-save-interval {args.non_persistent_save_interval} says when to save, and nothing what: "
@@ -242,10 +243,14 @@ def begin(folder: Path) -> None:
     attempts.noted.begin(folder, _of_first_rank(lambda: _sweep(folder)))
 
 
+def _put_back(left: list[Path]) -> list[Path]:
+    return attempts.put_back(left, lambda one: not damage(one))
+
+
 def _sweep(folder: Path) -> str:
     """Returns the name of the latest checkpoint."""
     leftovers, checkpoints = attempts.abandoned(folder.parent)
-    for leftover in attempts.put_back(leftovers):
+    for leftover in _put_back(leftovers):
         remove(leftover)
     for empty in (folder, *checkpoints):
         with contextlib.suppress(OSError):
@@ -411,7 +416,9 @@ def _entries(metadata: Any) -> Iterator[MetadataIndex]:
 
 
 def remove(path: Path) -> None:
-    """Rename ``path``, then remove it: a folder that has lost some files must not have a checkpoint's name."""
+    """Rename ``path``, then remove it: a folder that has lost some files must not have a checkpoint's name, nor one by
+    which it gets that back.
+    """
     if not attempts.is_unfinished(path):
         moved = attempts.unfinished(path)
         try:
