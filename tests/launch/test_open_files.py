@@ -64,6 +64,18 @@ def test_a_script_calls_the_command_though_its_standard_streams_are_closed():
     assert subprocess.run(command, cwd=CHECKOUT, timeout=60).returncode == 0
 
 
+def test_a_script_s_own_file_at_the_number_of_a_closed_stream_is_left_alone(tmp_path):
+    """Without descriptor 1 the first file that the script opens gets the number."""
+    script = (
+        "import sys; from odyssey_megatron.cli import main; file = open(sys.argv[1], 'w')\n"
+        "code = main(['--version']); print('more'); sys.stdout.flush()\n"
+        "file.write(str(file.fileno())); sys.exit(code)"
+    )
+    command = ["sh", "-c", 'exec "$@" 1>&-', "sh", sys.executable, "-c", script, str(tmp_path / "own")]
+    assert subprocess.run(command, cwd=CHECKOUT, timeout=60).returncode == 0
+    assert (tmp_path / "own").read_text() == "1"
+
+
 PRELOAD = "--preload tests.launch.preload"
 
 

@@ -26,14 +26,17 @@ def open_standard_streams() -> None:
     it all that is printed there, also by C++.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
+        mode, is_ours = "w" if number else "r", False
         try:
             os.fstat(number)
         except OSError:
+            is_ours = True
             os.set_inheritable(
                 os.open(os.devnull, os.O_RDWR), True
             )  # the lowest number that is free, i.e. this one
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+            # A script that was started without this stream, and calls us, may have a file of its own at the number.
+            setattr(sys, name, open(number, mode, closefd=False) if is_ours else open(os.devnull, mode))
 
 
 def allow_many() -> None:
