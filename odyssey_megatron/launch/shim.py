@@ -31,17 +31,22 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 5.0
 _STORE_S = 120.0
 """How long the store is waited for, and what other ranks put there at the start."""
+_AFTER_RANK_0_S = 30.0
+"""How much longer others wait than rank 0, which knows who is missing: with one, the launcher ends all of its node."""
 _ASK_AGAIN_S = 0.5
 _ROUND = "odyssey/round"
 _NOT_STARTED = "the launcher has not started, or not anew as this one"
 _UNANSWERED = (
     f"an answer of rank 0: it waits for other ranks, which it names in a line of its own, or {_NOT_STARTED}"
 )
-_WAITED = (
-    "rank {rank} has waited for {waited_s:.0f} s for {whom}. Look for the first error in the logs of all nodes. One "
-    "possible cause: with --rdzv-backend static, its default, torchrun starts one node's processes anew without the "
-    "others': give it --rdzv-backend c10d on all nodes, or start odyssey run itself, whose nodes come back by odyssey "
-    "join."
+_WAITED = "rank {rank} has waited for {waited_s:.0f} s for {whom}."
+_GIVES_UP = (
+    "Look for the first error in the logs of all nodes. One possible cause: with --rdzv-backend static, its default, "
+    "torchrun starts one node's processes anew without the others': give it --rdzv-backend c10d on all nodes, or start "
+    "odyssey run itself, whose nodes come back by odyssey join."
+)
+_WAITS_ON = (
+    "It goes on waiting. Look for the first error in the log, or for where a process hangs (py-spy dump)."
 )
 _FAREWELL_S = 10.0
 """How long the stand-in that hosts the store waits for the others to read the verdict."""
@@ -97,9 +102,7 @@ def main(argv: Sequence[str]) -> int:
         store = TCPStore(*where, is_master=False, **options)
     if torchrun_hosts:
         try:
-            # A node's ranks are started anew together, so that on a single node each comes, however late.
-            limit_s = _STORE_S if nodes > 1 else math.inf
-            store = of_this_round(store, rank, world_size, limit_s)
+            store = of_this_round(store, rank, world_size, _STORE_S, single_node=nodes == 1)
         except TimeoutError as error:
             sys.stderr.write(f"odyssey: {error}\n")
             return 1
@@ -119,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def of_this_round(store: Store, rank: int, world_size: int, limit_s: float) -> Store:
+def of_this_round(store: Store, rank: int, world_size: int, limit_s: float, *, single_node: bool) -> Store:
     """Return the part of torchrun's ``store`` that is of the round in which this process was started.
 
     torchrun keeps its store over restarts, with the verdicts of the rounds before, and tells its processes no number of
@@ -128,46 +131,59 @@ def of_this_round(store: Store, rank: int, world_size: int, limit_s: float) -> S
     one has drawn, because a name that lies in the store without being asked for may be of a round before.
 
     Raises:
-        TimeoutError: A rank that is needed has not come. The message says what to do.
+        TimeoutError: A rank that is needed has not come, and there are several nodes. The message says what to do.
     """
     from torch.distributed import PrefixStore
 
-    own, ends_s = secrets.token_hex(8), time.monotonic() + limit_s
+    own = secrets.token_hex(8)
     if rank:
-        name = _answer_of_rank_0(store, rank, own, ends_s, limit_s)
+        name = _answer_of_rank_0(store, rank, own, limit_s, single_node)
     else:
         name = own
-        _answer_others(store, world_size, own, ends_s, limit_s)
+        _answer_others(store, world_size, own, limit_s, single_node)
     return PrefixStore(f"{_ROUND}/{name}", store)
 
 
-def _answer_others(store: Store, world_size: int, own: str, ends_s: float, limit_s: float) -> None:
+def _answer_others(store: Store, world_size: int, own: str, limit_s: float, single_node: bool) -> None:
+    began_s = time.monotonic()
     store.set(_ROUND, own)
     asked = {other: f"{_ROUND}/{own}/{other}" for other in range(1, world_size)}
     try:
         for key in asked.values():
-            _get(store, key, ends_s)
+            _get(store, key, began_s + limit_s)
     except TimeoutError:
         missing = [other for other, key in asked.items() if not store.check([key])]
-        whom = f"rank(s) {missing}, which {_NOT_STARTED}"
-        raise TimeoutError(_WAITED.format(rank=0, waited_s=limit_s, whom=whom)) from None
-    for key in asked.values():
-        store.set(f"{_ROUND}/{_get(store, key, ends_s)}", own)
+        if missing:  # and has not come since
+            _has_waited(0, f"rank(s) {missing}, which {_NOT_STARTED}", began_s, single_node)
+    for other in [_get(store, key, math.inf) for key in asked.values()]:
+        store.set(f"{_ROUND}/{other}", own)
 
 
-def _answer_of_rank_0(store: Store, rank: int, own: str, ends_s: float, limit_s: float) -> str:
-    whom = f"rank 0, which {_NOT_STARTED}"
-    try:
-        while True:
-            newest = _get(store, _ROUND, ends_s)
-            whom = _UNANSWERED
+def _answer_of_rank_0(store: Store, rank: int, own: str, limit_s: float, single_node: bool) -> str:
+    began_s = time.monotonic()
+    ends_s, newest, whom = began_s + limit_s, "", f"rank 0, which {_NOT_STARTED}"
+    while True:
+        with contextlib.suppress(TimeoutError):
+            seen = _get(store, _ROUND, ends_s)
+            if seen != newest:
+                newest, whom, ends_s = seen, _UNANSWERED, time.monotonic() + limit_s + _AFTER_RANK_0_S
             store.set(f"{_ROUND}/{newest}/{rank}", own)
-            with contextlib.suppress(TimeoutError):
-                return _get(store, f"{_ROUND}/{own}", min(time.monotonic() + _ASK_AGAIN_S, ends_s))
-            if time.monotonic() >= ends_s:
-                raise TimeoutError(own)
-    except TimeoutError:
-        raise TimeoutError(_WAITED.format(rank=rank, waited_s=limit_s, whom=whom)) from None
+            return _get(store, f"{_ROUND}/{own}", min(time.monotonic() + _ASK_AGAIN_S, ends_s))
+        if time.monotonic() >= ends_s:
+            _has_waited(rank, whom, began_s, single_node)
+            ends_s = math.inf
+
+
+def _has_waited(rank: int, whom: str, began_s: float, single_node: bool) -> None:
+    """Say on a single node for whom ``rank`` waits: all of a node's ranks are started together, however late they come.
+
+    Raises:
+        TimeoutError: There are several nodes, of which some may have been started anew without the others.
+    """
+    waited = _WAITED.format(rank=rank, waited_s=time.monotonic() - began_s, whom=whom)
+    if not single_node:
+        raise TimeoutError(f"{waited} {_GIVES_UP}") from None
+    sys.stderr.write(f"odyssey: {waited} {_WAITS_ON}\n")
 
 
 def _get(store: Store, key: str, ends_s: float) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from torch.distributed import HashStore
 
+from odyssey_megatron.launch import shim
 from odyssey_megatron.launch.shim import of_this_round
 from tests.launch.jobserver import CHECKOUT, ENVIRONMENT, events, wait_for
 from tests.launch.test_survival import is_running
@@ -103,7 +104,7 @@ def meet(store, ranks) -> list[str]:
     parts = {}
 
     def come(rank):
-        parts[rank] = of_this_round(store, rank, len(ranks), 20)
+        parts[rank] = of_this_round(store, rank, len(ranks), 20, single_node=False)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -114,13 +115,14 @@ def meet(store, ranks) -> list[str]:
     return [parts[rank].get("odyssey/port").decode() for rank in ranks]
 
 
-def test_ranks_of_a_round_meet_whatever_the_rounds_before_have_left():
+def test_ranks_of_a_round_meet_whatever_the_rounds_before_have_left(monkeypatch):
     """Others may look before rank 0 has come, or have died after they had asked for the name."""
+    monkeypatch.setattr(shim, "_AFTER_RANK_0_S", 0.0)
     store = HashStore()
     before = meet(store, range(4))
     for rank in (2, 0):
         with pytest.raises(TimeoutError):
-            of_this_round(store, rank, 4, 1)
+            of_this_round(store, rank, 4, 1, single_node=False)
     for ranks in (range(4), range(3, -1, -1)):
         here = meet(store, ranks)
         assert len({*here}) == 1
@@ -128,37 +130,83 @@ def test_ranks_of_a_round_meet_whatever_the_rounds_before_have_left():
         before += here
 
 
-def test_ranks_of_which_some_are_missing_say_who_waits_for_whom():
+def test_ranks_of_which_some_are_missing_say_who_waits_for_whom(monkeypatch):
+    """Rank 0 is the first to give up: with the first the launcher ends its node's, and rank 0 alone knows the names."""
+    monkeypatch.setattr(shim, "_AFTER_RANK_0_S", 1.0)
     store, said = HashStore(), {}
 
     def come(rank, limit_s):
         with pytest.raises(TimeoutError) as error:
-            of_this_round(store, rank, 5, limit_s)
+            of_this_round(store, rank, 5, limit_s, single_node=False)
         said[rank] = str(error.value)
 
     come(3, 0.2)
-    assert "rank 3 has waited for 0 s for rank 0, which the launcher has not started" in said[3]
-    threads = [threading.Thread(target=come, args=(rank, 2.0)) for rank in (0, 2, 3)]
+    assert "rank 3 has waited for 0 s for rank 0, which the launcher has not started" in said.pop(3)
+    threads = [threading.Thread(target=come, args=(rank, 2.0)) for rank in (2, 3, 0)]
     for thread in threads:
         thread.start()
+        time.sleep(0.5)  # rank 0 comes last
     for thread in threads:
         thread.join()
+    assert next(iter(said)) == 0
     assert "rank 0 has waited for 2 s for rank(s) [1, 4], which the launcher has not started" in said[0]
     for rank in (2, 3):
-        assert (
-            f"rank {rank} has waited for 2 s for an answer of rank 0: it waits for other ranks" in said[rank]
-        )
+        assert " s for an answer of rank 0: it waits for other ranks" in said[rank]
     assert all("One possible cause: with --rdzv-backend static" in text for text in said.values())
 
 
-def test_ranks_of_a_single_node_come_however_late(monkeypatch):
-    """Its launcher starts all of them, or ends all: nobody has to be waited for in vain."""
-    monkeypatch.setattr("odyssey_megatron.launch.shim._LOOK_EVERY_S", 0.1)
+def test_ranks_meet_though_one_comes_when_the_first_would_have_given_up(monkeypatch):
+    """Each other rank's time begins when rank 0 has come."""
+    monkeypatch.setattr(shim, "_AFTER_RANK_0_S", 1.0)
     store, here = HashStore(), []
-    first = threading.Thread(target=lambda: here.append(of_this_round(store, 0, 2, math.inf)), daemon=True)
-    first.start()
-    first.join(1.0)
-    assert not here
-    of_this_round(store, 1, 2, math.inf)
-    first.join(20.0)
-    assert here
+
+    def come(rank):
+        of_this_round(store, rank, 3, 3.0, single_node=False)
+        here.append(rank)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (1, 0, 2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(2.0)
+    for thread in threads:
+        thread.join()
+    assert sorted(here) == [0, 1, 2]
+
+
+def test_a_rank_that_comes_at_the_last_moment_is_not_missed(monkeypatch):
+    store, get = HashStore(), shim._get
+
+    def last_moment(store, key, ends_s):
+        if ends_s == float("inf"):
+            return get(store, key, ends_s)
+        store.set(key, "late")
+        raise TimeoutError(key)
+
+    monkeypatch.setattr(shim, "_get", last_moment)
+    of_this_round(store, 0, 2, 20, single_node=False)
+    assert store.check(["odyssey/round/late"])
+
+
+def test_ranks_of_a_single_node_come_however_late_and_are_named_meanwhile(monkeypatch, capsys):
+    """Its launcher starts all of them, or ends all: nobody has to be waited for in vain."""
+    monkeypatch.setattr(shim, "_LOOK_EVERY_S", 0.1)
+    store, here = HashStore(), []
+
+    def come(rank):
+        here.append(of_this_round(store, rank, 3, 1.0, single_node=True))
+
+    threads = [threading.Thread(target=come, args=(rank,), daemon=True) for rank in (1, 0, 2)]
+    said = []
+    for thread in threads:
+        thread.start()
+        thread.join(2.5 if thread is not threads[-1] else 20.0)
+        said.append(capsys.readouterr().err)
+    for thread in threads:
+        thread.join(20.0)
+    assert len(here) == 3
+    before, alone, _ = said
+    assert "rank 1 has waited for 1 s for rank 0, which the launcher has not started" in before
+    assert "rank 0 has waited for 1 s for rank(s) [2], which the launcher has not started" in alone
+    assert [text.count("\n") for text in said] == [1, 1, 0]
+    assert "It goes on waiting" in before
+    assert "static" not in before + alone
