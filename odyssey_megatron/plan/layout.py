@@ -205,6 +205,12 @@ class Layout:
         for layer, holders in enumerate(self.all_holders):
             if not holders or list(holders) != sorted(set(holders)):
                 raise LayoutInvalid(f"layer {layer}: holders {holders} must be non-empty, ascending")
+        if len(self.keepers) > len(self.all_holders) or any(
+            not 0 <= cut <= self.num_layers for cut in self.cuts
+        ):
+            raise LayoutInvalid(
+                f"{len(self.keepers)} rings of keepers and cuts {self.cuts} do not go with {self.num_layers} layers"
+            )
         for layer, ring in enumerate(self.keepers):
             holders, there = self.all_holders[layer], [worker for worker in ring if worker != NOBODY]
             if not set(there) <= set(holders) or len(set(there)) < len(there):

@@ -55,6 +55,14 @@ def test_a_route_with_a_gap_is_refused():
         Visits(Layout(holders=((0,), (0,), (1,)), routes=(Route(microbatches=(0,), hops=hops),)))
 
 
+@pytest.mark.parametrize("wrong", [{"cuts": (4,)}, {"cuts": (-1,)}, {"keepers": ((0,),) * 4}])
+def test_cuts_and_keepers_of_layers_that_are_not_there_are_refused(wrong):
+    hops = (Hop(worker=0, first=0, last=3),)
+    layout = Layout(holders=((0,),) * 3, routes=(Route(microbatches=(0,), hops=hops),))
+    with pytest.raises(LayoutInvalid, match="do not go with 3 layers"):
+        replace(layout, **wrong).check()
+
+
 def test_a_worker_finds_its_own_program_alone():
     whole = build_schedule(LAYOUT, COSTS)
     plan = Plan(
