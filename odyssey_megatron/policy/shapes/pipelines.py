@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from heapq import heapify, heapreplace
 from itertools import accumulate, chain, compress
 from math import ceil, inf
@@ -114,10 +115,14 @@ class Pipelines:
 
         Where memory binds, these lengths are few of all, and the long ones take most of the time.
         """
-        lengths = range(1, min(self.workers, self.splits.most_stages) + 1)
-        shortest = next((one for one in lengths if self.splits.split(one) is not None), 0)
         healthy = max(0, number - 1 - len(self.slow))
-        return max(self.workers - healthy * shortest, ceil(self.workers / number))
+        return max(self.workers - healthy * self._shortest, ceil(self.workers / number))
+
+    @cached_property
+    def _shortest(self) -> int:
+        """The least number of stages of a pipeline without a slow worker that fits; 0: none does."""
+        lengths = range(1, min(self.workers, self.splits.most_stages) + 1)
+        return next((one for one in lengths if self.splits.split(one) is not None), 0)
 
     def _look_up_to(self, longest: int) -> None:
         """Look at all lengths up to ``longest``, and a slow worker more."""
