@@ -251,13 +251,13 @@ def await_latest(parent: Path, latest: str) -> list[Path]:
     job's save has taken its name, and has not come to its end. Waits for that.
     """
     ends_s = time.monotonic() + _RENAMES_WITHIN_S
-    while True:
-        found = [
-            one for one in parent.glob(f"{_UNFINISHED}{latest}-*{_BEFORE}") if _part(one, "of") == latest
-        ]
-        if not latest or not found or _is_there(parent / latest) or time.monotonic() > ends_s:
-            return [] if _is_there(parent / latest) else found
+    while latest and not _is_there(parent / latest):
+        left = parent.glob(f"{_UNFINISHED}{latest}-*{_BEFORE}")
+        found = [one for one in left if _part(one, "of") == latest]
+        if not found or time.monotonic() > ends_s:
+            return found
         time.sleep(_LOOK_S)
+    return []
 
 
 def _is_there(folder: Path) -> bool:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from odyssey_megatron.errors import ConfigError
 from odyssey_megatron.mcore.loop import attempts
+from odyssey_megatron.metrics.outlet import say
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
@@ -57,8 +57,8 @@ def check(folder: Path, *, retains: bool, says: bool) -> None:
             f"the number of an iteration from it at each save, and would end the job at the first. {mend}"
         )
     if why and says:
-        sys.stderr.write(
-            f"[odyssey] in {folder}, to which checkpoints are to be saved, {why}. The first save replaces it.\n"
+        say(
+            f"[odyssey] in {folder}, to which checkpoints are to be saved, {why}. The first save replaces it."
         )
 
 
